@@ -35,5 +35,5 @@ def _rows(source: FeatureStore, rows: range, fmt: StoreFormat, lm_head_VH: Tenso
         topk_logits = None
         if fmt.final_state == "topk":
             supervised = supervised_positions(row.loss_mask)
-            topk_logits = compute_topk_logits(row.last[supervised], OutputHead(lm_head_VH), fmt)
+            topk_logits = compute_topk_logits([row.last[supervised]], OutputHead(lm_head_VH), fmt)
         yield FeatureRow(source.row_ids[index], row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)

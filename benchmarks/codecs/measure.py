@@ -224,7 +224,7 @@ def _teacher_kl(trial: CodecTrial, fmt: StoreFormat, source: FeatureStore, last_
     head = trial.target.lm_head_weight
     wanted = (last_MH @ head[ids].T).log_softmax(-1)
     if fmt.final_state == "topk":
-        stored = compute_topk_logits(last_MH, OutputHead(head), fmt)
+        stored = compute_topk_logits([last_MH], OutputHead(head), fmt)
         given = rebuild_distribution(stored, ids.numel()).clamp_min(1e-30).log()
     else:
         back = torch.empty_like(last_MH)

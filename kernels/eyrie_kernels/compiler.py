@@ -156,7 +156,8 @@ def _compile(kernel: Any, capability: int, arguments: tuple[Tensor | int, ...], 
     from triton.backends.compiler import GPUTarget
 
     names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: _typed(value) for name, value in zip(names, arguments, strict=True)}
+    signature = {name: "*" + _NAMES[value.dtype] if isinstance(value, Tensor) else "i32"
+                 for name, value in zip(names, arguments, strict=True)}
     signature |= dict.fromkeys(constants, "constexpr")
     # A launch detects addresses and strides that are multiples of 16, and reads them 16 bytes at a time. Without this
     # information the compiler spills kilobytes where the launched kernel spills none.
@@ -167,22 +168,13 @@ def _compile(kernel: Any, capability: int, arguments: tuple[Tensor | int, ...], 
                                        aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32),
                             options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False})
-    registers, local = _assembled(binary.asm["cubin"])
-    return Compiled(kernel.fn.__name__, binary.metadata.shared, num_warps, registers, local)
-
-
-def _typed(value: Tensor | int) -> str:
-    return "*" + _NAMES[value.dtype] if isinstance(value, Tensor) else "i32"
-
-
-def _assembled(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory per thread, from the output of `cuobjdump`, which Triton ships."""
+    # `cuobjdump`, which Triton ships, lists registers and bytes of local memory per thread.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(binary.asm["cubin"])
         file.flush()
         listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
                                  text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
-    if found is None:
+    used = re.search(r"REG:(\d+) STACK:(\d+)", listing)
+    if used is None:
         raise KernelsUnavailable(f"cuobjdump reported no registers: {listing!r}")
-    return int(found[1]), int(found[2])
+    return Compiled(kernel.fn.__name__, binary.metadata.shared, num_warps, int(used[1]), int(used[2]))

@@ -224,7 +224,7 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, las
     norm = tl.load(lse + root * KV_HEADS * PER_KV + head, real, other=0.0)
     less = tl.sum(upstream.to(WIDE) * produced.to(WIDE), 1)
     tl.store(delta + root * KV_HEADS * PER_KV + head, less, real)
-    found = tl.zeros([BLOCK_M, BLOCK_E], WIDE)
+    to_query = tl.zeros([BLOCK_M, BLOCK_E], WIDE)
     begin = tl.load(low + block)
     end = tl.load(high + block)
     for start in range(begin, end, BLOCK_N):
@@ -238,15 +238,15 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, las
         # Masked scores are replaced before `exp`, which could overflow on them.
         p = tl.where(visible, tl.exp(tl.where(visible, scores, norm[:, None]) - norm[:, None]), 0.0)
         slope = p * (dot(upstream, tl.trans(values), INTERPRETED) - less[:, None]) * SCALE
-        found += dot(slope.to(k.dtype.element_ty), keys, INTERPRETED)
+        to_query += dot(slope.to(k.dtype.element_ty), keys, INTERPRETED)
     for own in range(num_own):
         at = own * own_stride + own_row
         key = tl.load(own_k + at[:, None] + e[None, :], cell, other=0.0).to(WIDE)
         value = tl.load(own_v + at[:, None] + e[None, :], cell, other=0.0).to(WIDE)
         p = tl.exp(tl.sum(queries.to(WIDE) * key, 1) * SCALE - norm)
         slope = p * (tl.sum(upstream.to(WIDE) * value, 1) - less) * SCALE
-        found += slope[:, None] * key
-    tl.store(grad_q + row[:, None] + e[None, :], found.to(grad_q.dtype.element_ty), cell)
+        to_query += slope[:, None] * key
+    tl.store(grad_q + row[:, None] + e[None, :], to_query.to(grad_q.dtype.element_ty), cell)
 
 
 @jit
@@ -328,16 +328,6 @@ def _key_spans(ranges: KeyRanges, size: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _query_spans(ranges: KeyRanges, num_keys: int, size: int) -> tuple[Tensor, Tensor]:
-    """The queries [low, high), in order, that read each block of `size` keys."""
-    # `last_R` and `first_R` both ascend: skip queries whose last key comes before the block, stop at the first query
-    # whose first key comes after it.
-    begin = torch.arange(0, num_keys, size, device=ranges.last_R.device, dtype=torch.int32)
-    low = torch.searchsorted(ranges.last_R, begin, out_int32=True)
-    high = torch.searchsorted(ranges.first_R, (begin + size - 1).clamp(max=num_keys - 1), right=True, out_int32=True)
-    return low, high
-
-
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, ranges: KeyRanges) -> Tensor:
@@ -407,8 +397,14 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_
     launch(_own_grad_kernel, (-(-num_roots // _OWN_QUERIES), kv_heads, num_own), q, own_k, own_v, lse, grad, delta,
            grad_own_k, grad_own_v, num_roots, own_k.stride(0), **_constants(q), BLOCK_M=_OWN_QUERIES)
     blocks, settings = _settings(q, "key_grad")
+    # The queries [low, high), in order, that read each block of keys. `last_R` and `first_R` both ascend: skip queries
+    # whose last key comes before the block, stop at the first query whose first key comes after it.
+    begin = torch.arange(0, num_keys, blocks.keys, device=ranges.last_R.device, dtype=torch.int32)
+    low = torch.searchsorted(ranges.last_R, begin, out_int32=True)
+    high = torch.searchsorted(ranges.first_R, (begin + blocks.keys - 1).clamp(max=num_keys - 1), right=True,
+                              out_int32=True)
     launch(_key_grad_kernel, (-(-num_keys // blocks.keys), kv_heads), q, k, v, lse, grad, delta, grad_k, grad_v,
-           ranges.last_R, ranges.first_R, *_query_spans(ranges, num_keys, blocks.keys), num_keys, **settings)
+           ranges.last_R, ranges.first_R, low, high, num_keys, **settings)
     return grad_q, grad_k, grad_v, grad_own_k, grad_own_v
 
 

@@ -185,25 +185,19 @@ def _rows_kernel(logits, grads, losses, choices, table, masses, index, weights, 
             tl.store(grads + start + lane, slope.to(grads.dtype.element_ty), inside)
 
 
-def _rows_by_formula(logits: Tensor, grads: Tensor, losses: Tensor, choice: Tensor | None, table: Tensor, mass: Tensor,
-                     index: Tensor, weights: Tensor, kind: Loss) -> None:
-    """`launch_rows` in plain torch."""
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        found = reference_losses(leaf, table[index].to(leaf.dtype), mass[index].to(leaf.dtype), kind)
-    slopes = None if grads is losses else torch.autograd.grad(found, leaf, weights)[0]
-    if choice is not None:
-        choice.copy_(logits.argmax(-1))
-    losses.copy_(torch.where(weights != 0, found.detach(), 0.0))
-    if slopes is not None:
-        grads.copy_(slopes)
-
-
 def launch_rows(logits: Tensor, grads: Tensor, losses: Tensor, choice: Tensor | None, table: Tensor, mass: Tensor,
                 index: Tensor, weights: Tensor, kind: Loss) -> None:
     """Fill losses [C], gradients times weights [C, D] unless `grads` is `losses`, and choices [C] unless None."""
     if not runs_kernels(logits):
-        _rows_by_formula(logits, grads, losses, choice, table, mass, index, weights, kind)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            unweighted = reference_losses(leaf, table[index].to(leaf.dtype), mass[index].to(leaf.dtype), kind)
+        slopes = None if grads is losses else torch.autograd.grad(unweighted, leaf, weights)[0]
+        if choice is not None:
+            choice.copy_(logits.argmax(-1))
+        losses.copy_(torch.where(weights != 0, unweighted.detach(), 0.0))
+        if slopes is not None:  # last: `grads` may be the logits' own memory
+            grads.copy_(slopes)
         return
     width = logits.shape[1]
     launch(_rows_kernel, (logits.shape[0],), logits, grads, losses, losses if choice is None else choice, table, mass,

@@ -21,7 +21,7 @@ DAMAGED_SUFFIX = ".damaged"
 """Suffix of the note next to a damaged shard; the next run of capture writes that shard again."""
 
 TRACKERS_DIR = "trackers"
-"""Folder of what experiment trackers keep on disk. Their files grow while a training runs."""
+"""Folder of what experiment trackers keep on disk. Their files grow while a drafter trains."""
 
 ROWS_FILE = "rows.jsonl"
 """The answers of regenerate, to which the stage appends a line at a time: gigabytes in a large job."""
@@ -52,8 +52,6 @@ where the stage puts them and later ones read them. Hidden, since it concerns th
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage program."""
-
     name: StageName
     module: str
     inputs: tuple[StageName, ...]

@@ -2,8 +2,8 @@
 
 One entry is one line, whose last member is a checksum of the bytes before it: a flipped bit in a number would be valid
 JSON. A kill in the middle of a write leaves a last line without its newline; opening the ledger truncates that line. A
-complete line that does not parse, or whose checksum differs, is an error: it is not what this module wrote. Lines of
-earlier versions have no checksum.
+complete line that does not parse, or whose checksum differs, is an error: it is not what this module wrote.
+A line without a checksum is read as it is.
 
 An optional header line `{"belongs_to": <digest>}` names the spec that the entries belong to. A file with another header
 is renamed to `<name>.stale` and a new one is begun, so that entries of two specs never mix.
@@ -35,12 +35,6 @@ class Extent(NamedTuple):
 
     offset: int
     length: int
-
-
-def encode_line(entry: Frozen) -> bytes:
-    """One line of a ledger: the entry's JSON, and the CRC-32 of its bytes but the closing brace as last member."""
-    body = entry.model_dump_json().encode()[:-1]
-    return b'%s,"crc32":"%08x"}\n' % (body, zlib.crc32(body))
 
 
 def decode_line(line: bytes, entry_type: type[EntryT]) -> EntryT:
@@ -101,12 +95,13 @@ class JsonlLedger(Generic[EntryT]):
 
     @property
     def entries(self) -> list[EntryT]:
-        """All entries, read from the file."""
         return [self.read(extent) for extent in self._extents]
 
     def append(self, entry: EntryT) -> None:
         """Write one entry. When this returns it survives the end of the process, and with `fsync` of the machine."""
-        line = encode_line(entry)
+        # The entry's JSON, and the CRC-32 of its bytes but the closing brace as last member.
+        body = entry.model_dump_json().encode()[:-1]
+        line = b'%s,"crc32":"%08x"}\n' % (body, zlib.crc32(body))
         self._write(line)
         self._add(entry, Extent(self._size, len(line)))
 

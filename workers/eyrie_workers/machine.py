@@ -119,7 +119,13 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
     started = time.monotonic()
     with ExitStack() as held:
         for name, kind in wanted:
-            descriptor = _open_lock(parent / name)
+            # Opened read-only, created only when missing: other users lock the same file, and Linux refuses O_CREAT on
+            # another user's file in a sticky directory (fs.protected_regular). Two processes may both find it missing;
+            # without O_EXCL the second O_CREAT opens the file of the first.
+            try:
+                descriptor = os.open(parent / name, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                descriptor = os.open(parent / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             held.callback(os.close, descriptor)
             while True:
                 try:
@@ -129,16 +135,6 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
                     while_waiting()
                     time.sleep(_POLL_S)
         yield time.monotonic() - started
-
-
-def _open_lock(path: Path) -> int:
-    """Open read-only, create only when missing: other users lock the same file, and Linux refuses O_CREAT on another
-    user's file in a sticky directory (fs.protected_regular)."""
-    # Two processes may both find it missing; without O_EXCL the second O_CREAT opens the file of the first.
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,7 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from eyrie_api.artifacts import (
-    code_version,
-    digest_model,
-    list_files,
-    read_manifest,
-    verify_part,
-    write_model,
-    write_sealed,
-)
+from eyrie_api import artifacts
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.records import EventRecord, Failure, MetricRecord, ProgressRecord
 from eyrie_api.contract.rules import rule_of
@@ -164,19 +156,16 @@ class OpenStage(Generic[SpecT]):
     def finish(self, result: Result) -> None:
         """Write the manifest. Raises Interrupted where a stop was requested."""
         self.stage.pause_point()
-        here = list_files(self.stage.out_dir, result.files)
+        here = artifacts.list_files(self.stage.out_dir, result.files)
         files = tuple(sorted((*here, *result.in_store), key=lambda entry: entry.path))
         if self._before is not None and self._before.files == files:
             return
         spec = self.spec
-        write_sealed(self._manifest, Manifest(
+        artifacts.write_sealed(self._manifest, Manifest(
             stage=spec.stage, job_id=spec.job_id,  # type: ignore[attr-defined]
-            candidate=getattr(spec, "candidate", None), spec_digest=digest_model(spec), code_version=code_version(),
+            candidate=getattr(spec, "candidate", None), spec_digest=artifacts.digest_model(spec),
+            code_version=artifacts.code_version(),
             started_at=self._started.isoformat(), finished_at=_now().isoformat(), files=files, report=result.report))
-
-    def fail(self, error: EyrieError) -> None:
-        """Write `failure.json`."""
-        write_failure(self.stage, error)
 
 
 @contextmanager
@@ -201,9 +190,17 @@ def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
                 raise Conflict(f"another program works in {stage.out_dir}",
                                "wait for it, or cancel its job") from None
             # Only under the lock: another program may be writing the manifest until then.
-            spec = _read_spec(kind, spec_file)
-            before = read_manifest(out) if out.exists() else None
-            if before is not None and before.spec_digest != digest_model(spec):
+            try:
+                spec = kind.model_validate_json(spec_file.read_text())
+            except FileNotFoundError:
+                raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise InvalidInput(
+                    f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
+                    f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.contract.stages") from error
+            before = artifacts.read_manifest(out) if out.exists() else None
+            if before is not None and before.spec_digest != artifacts.digest_model(spec):
                 raise Conflict(f"{out} was made from another spec",
                                "give an empty directory, or delete the old output")
             finished = before is not None and is_whole(stage.out_dir)
@@ -284,25 +281,14 @@ def verify_inputs(spec: Frozen) -> None:
         path = getattr(spec, name, None)
         if path is not None:
             stored = (Path(path) / STORE_ADDRESS_FILE).is_file()
-            verify_part(Path(path), leave_out=(ROWS_FILE,) if stored else ())
+            artifacts.verify_part(Path(path), leave_out=(ROWS_FILE,) if stored else ())
     if isinstance(spec, HardwareStage):
         verify_inputs(spec.proof)
-
-
-def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
-    try:
-        return kind.model_validate_json(spec_file.read_text())
-    except FileNotFoundError:
-        raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {rule_of(first)} "
-                           f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.contract.stages") from error
 
 
 def write_failure(stage: Stage, error: EyrieError) -> None:
     """Write `failure.json`; where the disk is full, the exit code alone says it."""
     with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
-        write_model(stage.out_dir / "failure.json", Failure(
+        artifacts.write_model(stage.out_dir / "failure.json", Failure(
             reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
             transient=isinstance(error, Transient), time=_now()))

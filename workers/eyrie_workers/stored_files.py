@@ -16,7 +16,7 @@ from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 
-BLOCK_BYTES = 8 * 2**20  # of one read: its time is then that of the transfer, not of the request
+BLOCK_BYTES = 8 * 2**20  # of one read: large, so that the transfer and not the request takes its time
 _NUM_BLOCKS = 8
 _COMPARED_BYTES = 64 * 1024
 _BUFFER_BYTES = 64 * 1024
@@ -47,11 +47,8 @@ def hand_over(store: ArtifactStore, key: str, part: Path, is_whole: Callable[[],
     with part.open("rb") as file:
         file.seek(max(0, size - _COMPARED_BYTES))
         end = file.read()
-
-    def ends_alike() -> bool:
-        return store.read(key, start=size - len(end), length=len(end)) == end
-
-    verify_stored(store, key, size, is_whole or ends_alike)
+    verify_stored(store, key, size, is_whole or (
+        lambda: store.read(key, start=size - len(end), length=len(end)) == end))
     part.unlink()
 
 
@@ -99,7 +96,6 @@ class RangeReader:
 
 
 def open_object(reader: RangeReader, key: str, size_bytes: int) -> BinaryIO:
-    """An object of a store as a file to read."""
     return cast("BinaryIO", io.BufferedReader(_ObjectFile(reader, key, size_bytes), _BUFFER_BYTES))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.errors import ArtifactMissing, UnsupportedTarget
+from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.sglang_support import mtp_tensors
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter
@@ -29,6 +29,8 @@ def write_target(directory: Path, config: dict[str, Any]) -> Path:
               directory / "model-00001-of-00002.safetensors")
     save_file({"model.layers.1.mlp.weight": torch.zeros(2), "model.layers.2.eh_proj.weight": torch.ones(2, 4)},
               directory / "model-00002-of-00002.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+        name: file.name for file in directory.glob("*.safetensors") for name in load_file(file)}}))
     return directory
 
 
@@ -70,7 +72,7 @@ def test_other_targets_have_no_rival_of_their_own(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps(GLM))
-    with pytest.raises(ArtifactMissing, match="no safetensors weights"):
+    with pytest.raises(UnsupportedTarget, match="nor its index"):
         copy_mtp_layers(tmp_path / "empty", tmp_path / "out")
 
 

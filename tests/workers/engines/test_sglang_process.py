@@ -1,7 +1,6 @@
 """The SGLang process, with a program in its place that behaves like it at start and stop."""
 
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -143,11 +142,6 @@ def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path
     server = start_sglang((), tmp_path / "server", environment={"PYTHONPATH": root},
                           prefix=(sys.executable, "-c", "print('began')"))
     assert server.process.wait(60) == 0, server.log_file.read_text()
-    package = Path(root) / "eyrie_workers"
-    shutil.rmtree(package)
-    package.symlink_to(tmp_path / "whole")  # as earlier versions did
-    assert (Path(plugin_root(tmp_path)) / "eyrie_workers" / "engines").is_dir()
-    assert not (tmp_path / "whole").exists()
 
 
 def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_states_of_earlier_jobs_are_copied_row_by_row_and_only_the_others_are_co
     assert "1 rows of earlier jobs cannot be read" in (tmp_path / "damaged" / "events.jsonl").read_text()
     assert artifact(tmp_path / "damaged") == wanted
     # All rows: the target is not even loaded.
-    monkeypatch.setattr("eyrie_workers.stages.capture.open_source", None)
-    monkeypatch.setattr("eyrie_workers.stages.capture.reference_states", None)
+    monkeypatch.setattr("eyrie_workers.targets.state_source.open_source", None)
+    monkeypatch.setattr("eyrie_workers.targets.state_source.reference_states", None)
     assert captured("all", "more", check_rows=4).rows_reused == 60
     assert artifact(tmp_path / "all") == wanted
 

@@ -21,7 +21,7 @@ from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
 from eyrie_workers.data.rows import ROWS, read_rows
 from eyrie_workers.drafters.card import read_card
-from eyrie_workers.hidden_states.row_sources import SOURCES, read_row_sources, write_row_sources
+from eyrie_workers.hidden_states.row_sources import SOURCES, read_row_sources
 from eyrie_workers.hidden_states.storage_backend import LocalBackend
 from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.stage_program import run_program
@@ -239,11 +239,6 @@ def test_the_train_program_refuses_a_mix_of_less_than_one_batch(
     failure = json.loads((tmp_path / "out" / "failure.json").read_text())
     assert failure["reason"] == "NoUsableData"
     assert "fewer than one batch" in failure["message"]
-
-
-def test_rows_of_an_earlier_version_have_no_sources_and_leave_no_file(tmp_path: Path) -> None:
-    assert write_row_sources(tmp_path, ["chats", ""]) is None
-    assert read_row_sources(LocalBackend(tmp_path)) is None
 
 
 def test_damaged_sources_are_found_and_capture_writes_them_again(tmp_path: Path) -> None:

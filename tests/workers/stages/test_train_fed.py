@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_a_stream_capture_leaves_tokens_and_no_states(home: Path) -> None:
     manifest = read_manifest(home / "stream")
     verify_files(manifest, home / "stream")
-    assert {entry.path for entry in manifest.files} == {"stream.json", "tokens.bin"}
+    assert {entry.path for entry in manifest.files} == {"sources.json", "stream.json", "tokens.bin"}
     report, stored = (read_report(home / feed, CaptureReport) for feed in ("stream", "store"))
     assert isinstance(report, CaptureReport)
     assert isinstance(stored, CaptureReport)

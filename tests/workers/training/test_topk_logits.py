@@ -24,7 +24,7 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
     layout, last, head = parts(top_k=DRAFT_IDS.numel())
     wanted = compute_target_table(last, head)
     order = torch.tensor([3, 0, 24, 7])
-    stored = compute_topk_logits(last, head.output, layout).map(lambda x: x[order])
+    stored = compute_topk_logits([last], head.output, layout).map(lambda x: x[order])
     given = topk_table(stored, DRAFT_IDS.numel())
     # Logits are kept in float16: 11 bits, and differences reach 30 here.
     torch.testing.assert_close(given.rows(torch.arange(4)), wanted.probabilities[order], atol=1e-5, rtol=2e-2)
@@ -37,7 +37,7 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
 def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None:
     layout, last, head = parts(top_k=4)
     wanted = compute_target_table(last, head).probabilities
-    given = topk_table(compute_topk_logits(last, head.output, layout), DRAFT_IDS.numel()).rows(torch.arange(ROWS))
+    given = topk_table(compute_topk_logits([last], head.output, layout), DRAFT_IDS.numel()).rows(torch.arange(ROWS))
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(4).indices, True)
     torch.testing.assert_close(given.sum(-1), torch.ones(ROWS), atol=1e-6, rtol=0)
     torch.testing.assert_close((given * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-4)

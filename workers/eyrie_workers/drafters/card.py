@@ -36,8 +36,6 @@ from eyrie_workers.targets.loading import target_digest
 
 CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
 DTYPES = ("float32", "bfloat16", "float16")
-
-
 TOKENIZER = "tokenizer.json"
 
 
@@ -101,7 +99,7 @@ def identify(path: Path, spec: TargetSpec | None = None, *, digest: str | None =
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
     architectures = config.get("architectures") or ["unknown"]
     tokenizer = path / TOKENIZER
-    name = path.name if spec is None or Path(spec.model).expanduser().is_dir() else spec.model
+    name = path.name if spec is None or Path(spec.model).expanduser().is_dir() else spec.model  # no paths
     return TargetIdentity(
         name=name, revision=hub_revision(path), architecture=str(architectures[0]), num_layers=int(layers or 0),
         digest=digest or target_digest(path), tokenizer_digest=digest_file(tokenizer) if tokenizer.is_file() else None)
@@ -114,7 +112,6 @@ def hub_revision(path: Path) -> str | None:
 
 
 def write_card(directory: Path, card: Card) -> None:
-    """Write the card, and the README rendered from it."""
     write_atomically(directory / CARD, card.model_dump_json(indent=2) + "\n")
     write_atomically(directory / README, readme(card))
 
@@ -194,7 +191,9 @@ def readme(card: Card) -> str:
     if card.draft_vocabulary_coverage is not None:
         lines.append(f"| draft vocabulary | covers {card.draft_vocabulary_coverage:.2%} of the training answers |")
     lines += [f"| created by | Eyrie {card.code_version} |", "",
-              "## Measured", "", *(_results(card.results) or ["This copy contains no results."]), "",
+              "## Measured", "",
+              *([f"- {kind}: {_summary(report)}" for kind, report in card.results.items()]
+                or ["This copy contains no results."]), "",
               "All settings are in `eyrie-card.json`."]
     return "\n".join(lines) + "\n"
 
@@ -211,10 +210,6 @@ def _title(family: str) -> str:
     return family if row is None else row.title
 
 
-def _results(results: dict[str, JsonValue]) -> list[str]:
-    return [f"- {kind}: {_summary(report)}" for kind, report in results.items()]
-
-
 def _summary(value: Any) -> str:
     """Top-level scalars of a report; the JSON has all of it."""
     if not isinstance(value, dict):
@@ -225,8 +220,7 @@ def _summary(value: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.card",
-                                     description="Add measured results.")
+    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.card", description="Add measured results.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--results", type=Path, required=True, help="JSON object: kind -> report")

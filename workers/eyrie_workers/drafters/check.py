@@ -12,28 +12,18 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_api.errors import ArtifactMissing, EyrieError
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
 from eyrie_workers.drafters.family import family_of
-from eyrie_workers.drafters.validation import (
-    Finding,
-    ValidationRequest,
-    check_mtp_layers,
-    error,
-    errors_first,
-    read_target,
-    warning,
-)
-from eyrie_workers.targets.loading import resolve
+from eyrie_workers.drafters.validation import Finding, ValidationRequest, check_mtp_layers, error, read_target, warning
+from eyrie_workers.targets.loading import resolve, stored_tensors
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
 _PICKLED = ("pytorch_model.bin", "model.pt", "model.ckpt")
@@ -57,13 +47,20 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         code = "config-missing" if isinstance(fault, ArtifactMissing) else "config-unreadable"
         return error(code, fault.message, fault.hint), *general
     if holds_mtp_layers(config):
-        return errors_first([*check_mtp_layers(config, target), *general])
+        return _errors_first([*check_mtp_layers(config, target), *general])
     family = family_of(config.get("architectures"))
     if family is None:
         return (*architecture_rules(config), *general)
-    tensors, tensor_findings = _read_tensors(directory)
-    if tensors is None:
-        return (*tensor_findings, *general)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = [name for name in _PICKLED if (directory / name).exists()]
+        what = f"the weights are pickled ({pickled[0]})" if pickled else f"{directory / WEIGHTS} is missing"
+        return error("weights-missing", what, "store them as model.safetensors" if pickled
+                     else "give the directory of an exported drafter"), *general
+    try:
+        tensors = dict(chain.from_iterable(map(stored_tensors, files)))
+    except ArtifactCorrupt as fault:
+        return error("weights-unreadable", fault.message, "copy or export the drafter again"), *general
     card: Card | None = None
     try:
         card = read_card(directory)
@@ -71,25 +68,11 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
     findings = [*author_format_rules(config, tensors)] or family.validate(
         ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
-    return errors_first([*findings, *general])
+    return _errors_first([*findings, *general])
 
 
-def _read_tensors(directory: Path) -> tuple[dict[str, Tensor] | None, tuple[Finding, ...]]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickled = [name for name in _PICKLED if (directory / name).exists()]
-        what = f"the weights are pickled ({pickled[0]})" if pickled else f"{directory / WEIGHTS} is missing"
-        return None, (error("weights-missing", what, "store them as model.safetensors" if pickled
-                            else "give the directory of an exported drafter"),)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError) as fault:
-            return None, (error("weights-unreadable", f"{file} is not a readable safetensors file: {fault}",
-                                "copy or export the drafter again"),)
-    return tensors, ()
+def _errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Permanent, UnsupportedTarget
+from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
 from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
+from eyrie_workers.targets.loading import stored_tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,7 +54,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mappin
     if directory.exists():  # the same step exported again after an interruption: the bytes are equal
         shutil.rmtree(directory)
     os.replace(temporary, directory)
-    _flush(directory.parent)
+    _flush(directory.parent)  # the name
 
 
 def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
@@ -63,7 +65,6 @@ def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of a checkpoint, sorted by name."""
     return sorted(path for name in (CARD, CONFIG, README, WEIGHTS) if (path := directory / name).is_file())
 
 
@@ -110,14 +111,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """The tensors of a directory by their names in its files: safetensors, else `pytorch_model.bin`, of which only
     tensors are loaded and no code. Raises ArtifactMissing, ArtifactCorrupt."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as error:
-            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {error}", "download or copy it again"
-                                  ) from error
+    tensors = dict(chain.from_iterable(map(stored_tensors, sorted(directory.glob("*.safetensors")))))
     pickled = directory / "pytorch_model.bin"
     if not tensors and pickled.is_file():
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code

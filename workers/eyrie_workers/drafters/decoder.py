@@ -28,8 +28,6 @@ from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear,
 
 
 class Norm(nn.Module):
-    """The weight of one RMSNorm."""
-
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -47,8 +45,6 @@ class AttentionProjections(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Gate, up and down projection of a gated MLP."""
-
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -85,7 +81,6 @@ class DecoderLayer(nn.Module):
             post_attention=self.post_attention(dtype))
 
     def post_attention(self, dtype: torch.dtype) -> PostAttention:
-        """The part of the layer after attention."""
         return PostAttention(
             out=self.self_attn.o_proj.weight.to(dtype), norm=self.post_attention_layernorm.weight,
             gate_up=torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]).to(dtype),
@@ -108,7 +103,7 @@ class LayerWeights:
     def heads(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [T, K, W, E] and k [T, K, E], and v [T, K, E], of a residual stream; angles [T, 2, E / 2]."""
         config = self.config
-        qkv_TQ = normed_linear(x_TH, self.input_layernorm, self.qkv, config.rms_eps)
+        qkv_TQ = normed_linear(x_TH, self.input_layernorm, self.qkv, config.rms_eps)  # [T, q + 2k]
         q, kv = qkv_TQ.split([config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim], -1)
         q_TKWE = q.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
         if self.head_norms is not None:
@@ -117,7 +112,7 @@ class LayerWeights:
 
     def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated k and v, each [T, K, E], of normalised features outside the residual stream."""
-        first = self.config.num_heads * self.config.head_dim
+        first = self.config.num_heads * self.config.head_dim  # rows of k and v come after those of q
         return self._keys(linear(x_TH, self.qkv[first:]), angles)
 
     def _keys(self, kv_TQ: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +140,13 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
     family             `model_type` of the layers: llama or qwen3
     default_num_heads  query heads where the spec gives none; None: the target's number
     changes            further fields of `TargetConfig`
+
+    Raises InvalidInput for a variant field of `spec` that its family does not have.
     """
+    for name in VARIANT_FIELDS:
+        if getattr(spec, name) and name not in FAMILIES[spec.family].variant_fields:
+            raise InvalidInput(f"drafter.{name} is {getattr(spec, name)}, which a {spec.family} drafter does not have",
+                               f"leave drafter.{name} out, or use an eagle family")
     num_heads, num_kv_heads = head_counts(spec, target, default_num_heads or target.num_heads)
     own = replace(
         target, family=family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
@@ -158,22 +159,14 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
     return replace(own, **changes)
 
 
-def refuse_variants(spec: DrafterSpec, family: str) -> None:
-    """Raises InvalidInput for a variant field of `spec` that the family does not have."""
-    for name in VARIANT_FIELDS:
-        if getattr(spec, name) and name not in FAMILIES[family].variant_fields:
-            raise InvalidInput(f"drafter.{name} is {getattr(spec, name)}, which a {family} drafter does not have",
-                               f"leave drafter.{name} out, or use an eagle family")
-
-
 def layer_flops(config: TargetConfig, num_rows: int, num_visible: int) -> int:
     """Floating-point operations of one layer, forward and backward.
 
     num_visible  visible keys, summed over all rows
     """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    per_row = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    return 6 * (num_rows * per_row + 2 * num_visible * q)
+    per_row = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)  # q and o, k and v, the MLP
+    return 6 * (num_rows * per_row + 2 * num_visible * q)  # 2 per multiply-add; backward is twice forward
 
 
 def decoder_json(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:

@@ -49,24 +49,10 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.target_config import FULL
+from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    write_checkpoint,
-)
-from eyrie_workers.drafters.decoder import (
-    DecoderLayer,
-    Norm,
-    decoder_config,
-    decoder_json,
-    layer_flops,
-    refuse_variants,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
@@ -106,8 +92,6 @@ class DFlashConfig:
 
 
 class DFlashDrafter(nn.Module):
-    """The parameters, under the names SGLang loads."""
-
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config, hidden = config, config.decoder.hidden_size
@@ -248,7 +232,7 @@ class DFlashProposer:
         """Write the keys and values of the pairs' features; attention and MLP are not run."""
         assert isinstance(state, DFlashState)
         chosen, num_pairs = RowLengths.of(pairs.rows, pairs.starts), pairs.aux.shape[1]
-        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)
+        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)  # also the positions
         kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), index_BT.flatten())
         state.cache.reserve(max(pairs.starts) + num_pairs)
         for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
@@ -267,19 +251,12 @@ class DFlashProposer:
         positions_BC = chosen.lengths_B1 + torch.arange(size)
         attend = NewTokens(state.cache, chosen, size, all_scratch_mask(chosen, size, size))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
-        masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
+        masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]  # without the settled token
         return build_tree_from_marginals(self._target.logits(masks), shape, None, noise)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    embeddings: TargetEmbeddings,
-    layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> DFlashDrafter:
-    refuse_variants(spec, "dflash")
+def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> DFlashDrafter:
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:
         raise InvalidInput(f"a dflash drafter cannot read layers {list(layers)}: SGLang captures outputs of layers",
@@ -309,7 +286,7 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
             "block_size": config.block_size, "mask_token_id": config.mask_token_id,
             "num_target_layers": config.num_target_layers,
             "target_layer_ids": [layer - 1 for layer in config.aux_layers]}}  # "output of layer v", from 0
-    write_checkpoint(directory, written, as_stored(drafter.state_dict(), dtype), card)
+    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
 def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
@@ -317,7 +294,7 @@ def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
-    decoder = parse_decoder(name, config)
+    decoder = checkpoint.parse_decoder(name, config)
     own = config.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
@@ -348,10 +325,11 @@ def _whole(value: object, least: int, most: int | None) -> bool:
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    config, tensors = read_dflash_config(directory.name, read_config(directory)), read_tensors(directory)
+    config = read_dflash_config(directory.name, checkpoint.read_config(directory))
+    tensors = checkpoint.read_tensors(directory)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
-    check_tensors(directory.name, tensors, expected)
+    checkpoint.check_tensors(directory.name, tensors, expected)
     got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
     if target is not None and got != (wanted := (target.hidden_size, target.vocab_size, target.num_layers)):
         raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "

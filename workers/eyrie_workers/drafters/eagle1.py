@@ -51,26 +51,12 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
+from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    refuse_other_sizes,
-    write_checkpoint,
-)
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, refuse_variants
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.layer_proposer import (
-    InferencePostAttention,
-    LayerProposer,
-    TokenProjection,
-    adjacent_rotary_pairs,
-)
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
@@ -80,13 +66,7 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear, Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
-from eyrie_workers.training.objective import (
-    Objective,
-    Outcome,
-    Prediction,
-    StepContext,
-    TargetDistribution,
-)
+from eyrie_workers.training.objective import Objective, Outcome, Prediction, StepContext, TargetDistribution
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = FAMILIES["eagle1"].architecture
@@ -202,9 +182,9 @@ class FeatureRegression(Objective[Eagle1Drafter]):
         """The inputs of fc at step 0 and the output matrix have no gradient."""
         config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
         q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
+        once = tokens * hidden * (2 * 2 * hidden + 3 * kv)  # fc without a gradient of its inputs; k and v
         per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
-        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
+        later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)  # the state's half of fc
         unrolled = plan.num_predictions * per_root + 3 * 2 * plan.num_visible * q
         return 2 * (once + later_steps + unrolled + plan.target_positions.numel() * hidden * config.vocab_size)
 
@@ -261,15 +241,15 @@ class _Eagle1InferenceLayer:
 
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
         weights, config, dtype = drafter.weights(torch.float32), drafter.config, target.dtype
-        qkv_QH = adjacent_rotary_pairs(torch.cat([weights.query, weights.key_value]),
-                                       config.num_heads + config.num_kv_heads, config.head_dim)
+        qkv_QH = layer_proposer.adjacent_rotary_pairs(torch.cat([weights.query, weights.key_value]),
+                                                      config.num_heads + config.num_kv_heads, config.head_dim)
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
         self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
         # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ weights.state).to(dtype))
         token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
-        self._token = TokenProjection(target.embed_weight, token, sum(self._widths))
-        self._post_attention = InferencePostAttention(weights.post_attention, dtype)
+        self._token = layer_proposer.TokenProjection(target.embed_weight, token, sum(self._widths))
+        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
         self._target = target
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
@@ -288,7 +268,7 @@ class _Eagle1InferenceLayer:
         return self._target.logits(hidden_TH), hidden_TH
 
 
-class Eagle1Proposer(LayerProposer):
+class Eagle1Proposer(layer_proposer.LayerProposer):
     """An Eagle1Drafter with its target's embedding and output matrix, for decoding."""
 
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
@@ -298,15 +278,8 @@ class Eagle1Proposer(LayerProposer):
         super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    _embeddings: TargetEmbeddings,
-    _layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> Eagle1Drafter:
-    refuse_variants(spec, "eagle1")
+def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddings, _layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> Eagle1Drafter:
     drafter = Eagle1Drafter(decoder_config(spec, target, "llama", 1))
     initialise_parameters(drafter, seed)
     nn.init.zeros_(drafter.fc.bias)
@@ -314,15 +287,14 @@ def _create(
 
 
 def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
-    write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                     as_stored(drafter.state_dict(), dtype), card)
+    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
+                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    written = read_config(directory)
-    config = parse_decoder(directory.name, written)
+    written = checkpoint.read_config(directory)
+    config = checkpoint.parse_decoder(directory.name, written)
     expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                 "attention_bias": False, "mlp_bias": False}
     faults = [f"{name} is {written[name]!r}, not {value!r}" for name, value in expected.items()
@@ -334,10 +306,11 @@ def load(directory: Path) -> Eagle1Drafter:
     if faults:
         raise CheckpointInvalid(f"drafter {directory.name}: {'; '.join(faults)}",
                                 "serve this one in SGLang, or train one")
-    tensors = read_tensors(directory)
+    tensors = checkpoint.read_tensors(directory)
     with torch.device("meta"):
         drafter = Eagle1Drafter(config)
-    check_tensors(directory.name, tensors, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
+    expected_shapes = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
+    checkpoint.check_tensors(directory.name, tensors, expected_shapes)
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter
 
@@ -356,17 +329,18 @@ def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping
                                 "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
                                 "`eyrie check-drafter`")
     stored.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
-    parsed = replace(parse_decoder(directory.name, config), tie_word_embeddings=False)
+    parsed = replace(checkpoint.parse_decoder(directory.name, config), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
-    check_tensors(directory.name, stored, expected)
+    checkpoint.check_tensors(directory.name, stored, expected)
     dtype = str(fc.dtype).removeprefix("torch.")
-    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(stored, dtype), None)
+    checkpoint.write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype),
+                                checkpoint.as_stored(stored, dtype))
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load(directory)
-    refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
+    checkpoint.refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
     return Eagle1Proposer(drafter, target)
 
 

@@ -25,16 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.families import FAMILIES
+from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card, read_card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    read_config,
-    read_tensors,
-    refuse_other_sizes,
-    write_checkpoint,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.speculation.protocol import CommittedIndices, CommittedTokens, DrafterState
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -80,7 +73,6 @@ HeadsT = TypeVar("HeadsT", bound=HeadsDrafter)
 
 
 def residual_silu(x: Tensor, inner: Tensor) -> Tensor:
-    """x + SiLU(inner), in x's dtype."""
     return x + F.silu(inner.to(x.dtype))
 
 
@@ -119,11 +111,10 @@ class HeadsProposer:
 
 
 def save_heads(directory: Path, drafter: HeadsDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing an existing one, atomically."""
-    config, stored = drafter.config, as_stored(drafter.state_dict(), dtype)
+    config, stored = drafter.config, checkpoint.as_stored(drafter.state_dict(), dtype)
     if config.draft_vocab_size < config.vocab_size:
-        stored |= as_stored({TOKEN_MAP: drafter.vocabulary.ids}, dtype)
-    write_checkpoint(directory, {
+        stored |= checkpoint.as_stored({TOKEN_MAP: drafter.vocabulary.ids}, dtype)
+    checkpoint.write_checkpoint(directory, {
         "architectures": [FAMILIES[drafter.family].architecture], "model_type": drafter.family,
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
         "truncated_vocab_size": config.draft_vocab_size, "num_heads": config.num_heads,
@@ -144,8 +135,8 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
         return value
 
     # 1. The config.
-    written: Mapping[str, Any] = read_config(directory)
-    tensors, architecture = read_tensors(directory), FAMILIES[kind.family].architecture
+    written: Mapping[str, Any] = checkpoint.read_config(directory)
+    tensors, architecture = checkpoint.read_tensors(directory), FAMILIES[kind.family].architecture
     config = HeadsConfig(*map(number, ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
     for key, expected_value in (("architectures", [architecture]), ("num_hidden_layers", 1),
                                 ("original_lm_head", kind.shared_output), ("medusa_fc_bias", False)):
@@ -159,8 +150,8 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
         drafter = kind(config, DraftVocabulary(ids, config.vocab_size))
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
-        expected[TOKEN_MAP] = (config.draft_vocab_size,)
-    check_tensors(directory.name, tensors, expected)
+        expected[TOKEN_MAP] = (config.draft_vocab_size,)  # no buffer of the module
+    checkpoint.check_tensors(directory.name, tensors, expected)
     # 3. The vocabulary, and the values.
     if TOKEN_MAP in tensors:
         ids = tensors.pop(TOKEN_MAP).cpu()
@@ -178,6 +169,6 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
     if card is not None and card.family != kind.family:
         raise invalid(f"its card is of a {card.family} drafter, its config.json of {architecture}")
     if target is not None:
-        refuse_other_sizes(directory, config.hidden_size, config.vocab_size, target)
+        checkpoint.refuse_other_sizes(directory, config.hidden_size, config.vocab_size, target)
     drafter.load_state_dict(tensors, assign=True)
     return drafter

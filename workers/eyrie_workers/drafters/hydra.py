@@ -25,7 +25,7 @@ last heads that are correct):
     Medusa, at its best rate        3.23    .69 .41
 
 Reading the tokens gains .05 at the first head, which then knows x_{i+1}, and .33 at the last; more layers gained
-nothing in so short a training. The paper's Hydra++, whose heads read a decoder layer over all positions in place of h_i
+nothing in so short a run. The paper's Hydra++, whose heads read a decoder layer over all positions in place of h_i
 (prefix attention), is not implemented.
 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
@@ -119,7 +119,9 @@ class HydraObjective(Objective[HydraDrafter]):
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots, after the true tokens; the same in training and evaluation."""
         drafter, config, dtype = self.drafter, self.drafter.config, self.drafter.lm_head.weight.dtype
-        tokens_RS = _following(documents.token_ids, plan)
+        # Tokens i+1 .. i+S after each root i; an arbitrary token where the root is not alive.
+        steps = torch.arange(1, len(plan.alive) + 1, device=documents.token_ids.device)
+        tokens_RS = documents.token_ids[(plan.roots[:, None] + steps).clamp(max=documents.token_ids.numel() - 1)]
         embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS].to(dtype))
         inputs_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(dtype), embed_RSH.flatten(1)], 1)
         states = []
@@ -146,12 +148,6 @@ def _state(inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return head_state(linear(inputs, weight).to(dtype))
 
 
-def _following(token_ids: Tensor, plan: UnrollPlan) -> Tensor:
-    """[R, S] tokens i+1 .. i+S after each root i; an arbitrary token where the root is not alive."""
-    steps = torch.arange(1, len(plan.alive) + 1, device=token_ids.device)
-    return token_ids[(plan.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
-
-
 class HydraProposer(HeadsProposer):
     """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence. A row's state is z_0 [2 H]: the
     target's state at the last settled pair, and the pair's token as embedding."""
@@ -170,7 +166,7 @@ class HydraProposer(HeadsProposer):
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         assert isinstance(state, HeadsState)
         indices = pairs.indices()
-        chosen_B = indices.tokens.flatten().index_select(0, indices.last)
+        chosen_B = indices.tokens.flatten().index_select(0, indices.last)  # x_{i+1}
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
         state.read.index_copy_(0, indices.rows, read_BC)
 
@@ -180,8 +176,20 @@ class HydraProposer(HeadsProposer):
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
         assert isinstance(state, HeadsState)
         first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
-        tree = build_draft_tree(first, self._step, _limit_depth(shape, self._num_heads), self._draft_ids_D, noise)
-        return _pad(tree, shape.num_draft_tokens)
+        limited, num_steps = shape, self._num_heads
+        if shape.num_steps > num_steps:  # no deeper than there are heads, with as many nodes as such a tree can have
+            max_nodes = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
+            limited = DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
+                                     num_draft_tokens=min(shape.num_draft_tokens, max_nodes))
+        tree = build_draft_tree(first, self._step, limited, self._draft_ids_D, noise)
+        num_rows, size = tree.tokens.shape
+        if size == shape.num_draft_tokens:
+            return tree
+        # Padding nodes are children of the node before them, so that a chain remains a chain.
+        more = torch.arange(size - 1, shape.num_draft_tokens - 1, device=tree.parents.device).expand(num_rows, -1)
+        return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1),
+                         torch.cat([tree.parents, more], 1),
+                         torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
         """`protocol.StepFunction`: the input of a node is its parent's input and its own token."""
@@ -189,28 +197,8 @@ class HydraProposer(HeadsProposer):
 
     def _predict(self, number: int, read_BNC: Tensor) -> DraftStep:
         rows, nodes, _ = read_BNC.shape
-        logits = self._lm_head(head_state(self._heads[number](read_BNC.flatten(0, 1))))
+        logits = self._lm_head(head_state(self._heads[number](read_BNC.flatten(0, 1))))  # [B * N, D]
         return DraftStep(logits.view(rows, nodes, -1), read_BNC)
-
-
-def _limit_depth(shape: DraftTreeShape, num_steps: int) -> DraftTreeShape:
-    """The shape, no deeper than `num_steps`, with as many of its nodes as such a tree can have."""
-    if shape.num_steps <= num_steps:
-        return shape
-    max_nodes = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
-    return DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
-                          num_draft_tokens=min(shape.num_draft_tokens, max_nodes))
-
-
-def _pad(tree: DraftTree, num_nodes: int) -> DraftTree:
-    """The tree padded with NO_TOKEN nodes up to `num_nodes`, each a child of the node before it, so that a chain
-    remains a chain."""
-    rows, size = tree.tokens.shape
-    if size == num_nodes:
-        return tree
-    more = torch.arange(size - 1, num_nodes - 1, device=tree.parents.device).expand(rows, -1)
-    return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1), torch.cat([tree.parents, more], 1),
-                     torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
 
 
 @torch.no_grad()
@@ -223,14 +211,13 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     generator, hidden = torch.Generator(device="cpu").manual_seed(seed), target.hidden_size
     for number in range(spec.max_draft_tokens):
         skip, inner = (drafter.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner"))
-        skip.zero_()[:, :hidden].fill_diagonal_(1.0)
+        skip.zero_()[:, :hidden].fill_diagonal_(1.0)  # P_s z = h_i
         inner.copy_(torch.empty(inner.shape, device="cpu").normal_(0.0, _INITIAL_STD, generator=generator))
     drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, vocabulary.ids.to(embeddings.lm_head.device)))
     return drafter
 
 
 def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
-    """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
     return load_heads(HydraDrafter, directory, target)
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
+from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.target_config import language_model, logit_transform
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
-from eyrie_workers.targets.loading import special_token_ids, weight_files
+from eyrie_workers.targets.loading import special_token_ids, stored_tensors, weight_files
 from eyrie_workers.targets.operators import OutputHead
 
 _INITIAL_STD = 0.02
@@ -72,19 +71,13 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     """
     config = read_json(path / "config.json")
     scale, soft_cap = logit_transform(language_model(config))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str | None, Tensor] = {}
+    unread = (None, "head") if tie_word_embeddings else (None,)
     for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in list(handle.keys()):
-                    role = _role(name)
-                    if role is None or (role == "head" and tie_word_embeddings):
-                        continue
-                    tensor = handle.get_tensor(name)
-                    keeps_dtype = device.type != "cpu" and role != "norm"
-                    tensors[role] = (tensor if keeps_dtype else tensor.float()).to(device)
-        except (OSError, SafetensorError) as error:
-            raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
+        for name, tensor in stored_tensors(file, lambda name: _role(name) not in unread):
+            role = _role(name)
+            keeps_dtype = device.type != "cpu" and role != "norm"
+            tensors[role] = (tensor if keeps_dtype else tensor.float()).to(device)
     if "embed" not in tensors:
         raise UnsupportedTarget(f"{path} has no tensor named like an embedding of tokens (embed_tokens.weight)",
                                 "save the model again with save_pretrained")

@@ -1,5 +1,4 @@
-"""### eyrie_workers.drafters.kv_cache
-The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the
@@ -78,7 +77,6 @@ class DrafterKVCache:
                                 config.head_dim, dtype=dtype)
 
     def reserve(self, length: int) -> None:
-        """Grow the buffer to at least `length` indices per row."""
         self.data = grown(self.data, 2, length)
 
     def write(self, layer: int, chosen: RowLengths, kv: Tensor, offset: int = 0) -> None:
@@ -101,13 +99,13 @@ class NewTokens:
         self._cache, self._chosen, self._num_new, self._offset = cache, chosen, num_new, offset
         self._length = max(chosen.lengths) + offset + num_new
         cache.reserve(self._length)
-        repeats = cache.config.num_heads // cache.config.num_kv_heads
+        repeats = cache.config.num_heads // cache.config.num_kv_heads  # query heads that share a mask
         self._mask = None if visible_BNL is None else visible_BNL.repeat(1, repeats, 1)[:, None]
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """heads [B * N, Q + 2K, E] -> [B * N, Q * E]."""
         config, rows, new = self._cache.config, len(self._chosen.rows), self._num_new
-        heads = heads.view(rows, new, -1, config.head_dim)
+        heads = heads.view(rows, new, -1, config.head_dim)  # [B, N, Q + 2K, E]
         self._cache.write(layer, self._chosen, heads[:, :, config.num_heads:], self._offset)
         # All rows of the buffer, as a view: `attend_rows` picks those of this pass without a copy where it can.
         keys, values = self._cache.data[layer, :, : self._length].chunk(2, 2)

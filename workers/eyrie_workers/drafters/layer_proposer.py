@@ -1,5 +1,4 @@
-"""### eyrie_workers.drafters.layer_proposer
-Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
+"""Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
 
 `LayerProposer` runs the layer with a KV cache; an `InferenceLayer` holds the layer's weights: EAGLE-3's is in
 `drafters.eagle3.family`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.

@@ -107,7 +107,7 @@ class MedusaObjective(Objective[MedusaDrafter]):
         drafter = self.drafter
         # Heads look further ahead where fewer roots are alive: head s reads the first alive[s] states.
         h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
-        heads = [head for head, alive in enumerate(plan.alive) if alive]
+        heads = [head for head, alive in enumerate(plan.alive) if alive]  # the last heads may have no root
         states = [residual_silu(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],
                                                                    drafter.block(head).to(self.dtype)))
                   for head in heads]
@@ -146,9 +146,9 @@ class MedusaProposer(HeadsProposer):
                 noise: RowNoise | None = None) -> DraftTree:
         """The tree of the heads' marginals; NO_TOKEN at depths without a head."""
         assert isinstance(state, HeadsState)
-        h_BH = state.read.index_select(0, upload(rows))
+        h_BH = state.read.index_select(0, upload(rows))  # of each row's last settled pair
         h_BSH = residual_silu(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
-        depths = min(shape.num_steps, self._num_heads)
+        depths = min(shape.num_steps, self._num_heads)  # deeper nodes have no head
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(depths)], 1)
         return build_tree_from_marginals(logits_BSD, shape, self._draft_ids_D, noise)
 
@@ -162,13 +162,12 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
                             vocabulary)
     rows_DH = embeddings.lm_head.index_select(0, vocabulary.ids.to(embeddings.lm_head.device))
     for head in range(spec.max_draft_tokens):
-        drafter.block(head).zero_()
+        drafter.block(head).zero_()  # SiLU(0) + h = h
         drafter.output(head).copy_(rows_DH)
     return drafter
 
 
 def load(directory: Path, target: TargetConfig | None) -> MedusaDrafter:
-    """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
     return load_heads(MedusaDrafter, directory, target)
 
 

@@ -44,7 +44,6 @@ class Text:
     """n-gram -> indices of its last token, ascending."""
 
     def append(self, token: int) -> None:
-        """Append a token and index the n-grams that end with it."""
         self.tokens.append(token)
         for length in range(MIN_MATCH, min(MAX_MATCH, len(self.tokens)) + 1):
             self.ends.setdefault(tuple(self.tokens[-length:]), []).append(len(self.tokens) - 1)

@@ -22,17 +22,15 @@ because its weights mean nothing with others. What the spec sets must agree with
 """
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.contract.families import VARIANT_FIELDS
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.planning.sglang_support import MARK, mtp_tensors
 from eyrie_workers.drafters.card import CARD, README, weights_digest
 from eyrie_workers.drafters.check import check_directory
@@ -42,31 +40,19 @@ from eyrie_workers.drafters.export import to_sglang
 from eyrie_workers.drafters.family import FamilyImplementation, Layers, family_of
 from eyrie_workers.drafters.validation import Target, read_target
 from eyrie_workers.targets.config import read_json
+from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.loading import fetch_snapshot
+from eyrie_workers.targets.loading import CheckpointTensors, fetch_snapshot
 
 
 def copy_mtp_layers(target: Path, out: Path) -> None:
     """Write the MTP layers of the target in `target` to `out`, replacing an existing directory.
 
-    Raises UnsupportedTarget when it has none or SGLang does not draft with them, ArtifactMissing and ArtifactCorrupt
-    for weights that cannot be read.
+    Raises UnsupportedTarget when it has none or SGLang does not draft with them, ArtifactCorrupt for weights that
+    cannot be read.
     """
-    config = read_json(target / "config.json")
-    owners: dict[str, Path] = {}
-    for file in sorted(target.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                owners |= dict.fromkeys(handle.keys(), file)
-        except SafetensorError as fault:
-            raise ArtifactCorrupt(f"{file} is not a readable safetensors file: {fault}", "download or copy it again"
-                                  ) from fault
-    if not owners:
-        raise ArtifactMissing(f"no safetensors weights in {target}", "give a target with safetensors weights")
-    tensors = {}
-    for name in mtp_tensors(owners, config):
-        with safe_open(owners[name], framework="pt") as handle:
-            tensors[name] = handle.get_tensor(name)
+    config, stored = read_json(target / "config.json"), CheckpointTensors(target, None, CPU)
+    tensors = {name: stored[name] for name in mtp_tensors(stored, config)}
     write_checkpoint(out, dict(config) | {"eyrie": {"drafter": MARK}}, tensors)
 
 
@@ -129,25 +115,19 @@ def _convert(source: Path, out: Path, target: Target) -> None:
         to_sglang(source, out)  # EAGLE-1/2 in its authors' format
         return
     elif fc is not None and architectures in (*_OTHER_NAMES, [ARCHITECTURE]):
-        config, tensors = _as_eagle3(config, tensors, target)
+        config |= {"architectures": [ARCHITECTURE], "model_type": "llama"}
+        layers, inner = target.num_layers, nested(config).get(LAYER_IDS)
+        if inner is None and LAYER_IDS not in config and layers is not None:
+            inner = [1, layers // 2 - 1, layers - 4]
+            config |= {LAYER_IDS: [layer + 1 for layer in inner],
+                       "eagle_config": dict(nested(config)) | {LAYER_IDS: inner}}
+        whole = config.get("draft_vocab_size") == config.get("vocab_size")
+        tensors = {canonical_name(name): tensor for name, tensor in tensors.items()
+                   if not (whole and canonical_name(name) in MAPS)}
+        if config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size"):
+            tensors.pop("embed_tokens.weight", None)
     # The card, where there is one, is part of the checkpoint: it names the target's digest.
     write_checkpoint(out, config, tensors, copies=[source / name for name in (CARD, README)])
-
-
-def _as_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
-               target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    written = dict(config) | {"architectures": [ARCHITECTURE], "model_type": "llama"}
-    layers, inner = target.num_layers, nested(config).get(LAYER_IDS)
-    if inner is None and LAYER_IDS not in config and layers is not None:
-        inner = [1, layers // 2 - 1, layers - 4]
-        written |= {LAYER_IDS: [layer + 1 for layer in inner],
-                    "eagle_config": dict(nested(config)) | {LAYER_IDS: inner}}
-    whole = written.get("draft_vocab_size") == written.get("vocab_size")
-    kept = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    kept = {name: tensor for name, tensor in kept.items() if not (whole and name in MAPS)}
-    if written.get("target_hidden_size", written.get("hidden_size")) == written.get("hidden_size"):
-        kept.pop("embed_tokens.weight", None)
-    return written, kept
 
 
 _FIELD = "drafter.init_from"

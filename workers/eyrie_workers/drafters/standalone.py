@@ -40,35 +40,12 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
+from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    check_tensors,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    write_checkpoint,
-)
-from eyrie_workers.drafters.decoder import (
-    DecoderLayer,
-    Norm,
-    decoder_config,
-    decoder_json,
-    layer_flops,
-    refuse_variants,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.kv_cache import (
-    DrafterKVCache,
-    NewTokens,
-    PromptTokens,
-    RowLengths,
-    all_scratch_mask,
-    causal_mask,
-    scratch_mask,
-)
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
@@ -160,7 +137,7 @@ class Distillation(Objective[StandaloneDrafter]):
 class StandaloneState:
     """Keys of every row's text, and the prediction after its last token: logits [rows, V]."""
 
-    cache: DrafterKVCache
+    cache: kv_cache.DrafterKVCache
     logits: Tensor
     first: list[int]
     """First token of each row's text: the pairs of `extend` contain the others, and it is read with them."""
@@ -181,7 +158,7 @@ class StandaloneProposer:
 
     def new_state(self, num_rows: int) -> StandaloneState:
         config, dtype = self._model.config, self._model.dtype
-        return StandaloneState(DrafterKVCache(config, num_rows, dtype),
+        return StandaloneState(kv_cache.DrafterKVCache(config, num_rows, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
@@ -195,11 +172,11 @@ class StandaloneProposer:
         lengths = [state.cache.settled[row] for row in pairs.rows]
         texts = [[*([state.first[row]] if length == 0 and self.reads_first_token else []), *tokens]
                  for row, length, tokens in zip(pairs.rows, lengths, pairs.tokens, strict=True)]
-        chosen, num_new = RowLengths.of(pairs.rows, lengths), max(map(len, texts))
+        chosen, num_new = kv_cache.RowLengths.of(pairs.rows, lengths), max(map(len, texts))
         tokens_BT = upload([[*text, *[0] * (num_new - len(text))] for text in texts])
-        attend: Attend = (PromptTokens(state.cache, chosen, num_new) if lengths == [0]
-                          else NewTokens(state.cache, chosen, num_new, causal_mask(chosen, num_new)))
-        positions_BT = chosen.lengths_B1 + torch.arange(num_new)
+        attend: Attend = (kv_cache.PromptTokens(state.cache, chosen, num_new) if lengths == [0]
+                          else kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new)))
+        positions_BT = chosen.lengths_B1 + torch.arange(num_new)  # padding included: it is overwritten
         _, states = self._model.run(tokens_BT.flatten(), positions_BT.flatten(), attend)
         last_B = upload([row * num_new + len(text) - 1 for row, text in enumerate(texts)])
         state.logits.index_copy_(0, chosen.rows_B, self._model.logits(states.index_select(0, last_B)))
@@ -212,15 +189,15 @@ class StandaloneProposer:
         """Grow one tree per row from the predictions of `extend`. Nodes have keys and no state."""
         assert isinstance(state, StandaloneState)
         cache = state.cache
-        chosen = RowLengths.of(rows, [cache.settled[row] for row in rows])
+        chosen = kv_cache.RowLengths.of(rows, [cache.settled[row] for row in rows])
 
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
             num_new, num_scratch = mask.shape[1:]
             # One node at every depth: each sees all before it.
-            visible = (all_scratch_mask(chosen, num_new, num_scratch) if num_scratch == depth
-                       else scratch_mask(chosen, mask))
-            attend = NewTokens(cache, chosen, num_new, visible, num_scratch - num_new)
-            positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_new)
+            visible = (kv_cache.all_scratch_mask(chosen, num_new, num_scratch) if num_scratch == depth
+                       else kv_cache.scratch_mask(chosen, mask))
+            attend = kv_cache.NewTokens(cache, chosen, num_new, visible, num_scratch - num_new)
+            positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_new)  # depth 1 follows the text
             _, states = self._model.run(tokens.flatten(), positions_BN.flatten(), attend)
             return DraftStep(self._model.logits(states).view(*tokens.shape, -1), hidden)
 
@@ -229,17 +206,10 @@ class StandaloneProposer:
         return build_draft_tree(first, step, shape, None, noise, self.branch_keys)
 
 
-def _create(
-    spec: DrafterSpec,
-    target: TargetConfig,
-    embeddings: TargetEmbeddings,
-    _layers: Layers,
-    _vocabulary: DraftVocabulary,
-    seed: int,
-) -> StandaloneDrafter:
-    refuse_variants(spec, "standalone")
+def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
+            _vocabulary: DraftVocabulary, seed: int) -> StandaloneDrafter:
     head_dim = target.head_dim
-    hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim
+    hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim  # whole heads
     # An MLP of the target's width on a narrower stream would be most of the drafter: its width is scaled down alike.
     width = spec.intermediate_size or max(8, round(target.intermediate_size * hidden / target.hidden_size / 8) * 8)
     drafter = StandaloneDrafter(decoder_config(
@@ -262,22 +232,22 @@ def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
 
 
 def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | None) -> None:
-    write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                     as_stored(drafter.state_dict(), dtype), card)
+    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
+                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    config = parse_decoder(directory.name, read_config(directory))
+    config = checkpoint.parse_decoder(directory.name, checkpoint.read_config(directory))
     if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:
         raise CheckpointInvalid(f"drafter {directory.name} is a {config.family} that Eyrie did not write: a standalone "
                                 "drafter is a Llama with its own output matrix and without a window",
                                 "serve this one in SGLang, or train one")
-    tensors = read_tensors(directory)
+    tensors = checkpoint.read_tensors(directory)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in StandaloneDrafter(config).state_dict().items()}
-    check_tensors(directory.name, tensors, expected)
+    checkpoint.check_tensors(directory.name, tensors, expected)
     if target is not None and config.vocab_size != target.vocab_size:
         raise CheckpointInvalid(f"drafter {directory.name} has a vocabulary of {config.vocab_size}, this target one of "
                                 f"{target.vocab_size}", "serve it with its own target")

@@ -37,20 +37,12 @@ class Finding:
     hint: str
 
 
-
 def error(code: str, what: str, hint: str) -> Finding:
-    """A finding with which the drafter must not be served."""
     return Finding("error", code, what, hint)
 
 
 def warning(code: str, what: str, hint: str) -> Finding:
-    """A finding that does not prevent serving."""
     return Finding("warning", code, what, hint)
-
-
-def errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
-    """The findings ordered by severity, errors first; the order within a severity is kept."""
-    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
 
 
 def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
@@ -128,58 +120,6 @@ def context_rules(config: Mapping[str, Any], target: Target | None, context: int
                       "drafter.sliding_window")
 
 
-def dtype_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """Dtypes. A server has one: with `--dtype auto` each config declares its own, and float32 becomes float16."""
-    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    target_dtype = str(target.text.get("dtype") or target.text.get("torch_dtype") or target.config.get("dtype")
-                       or target.config.get("torch_dtype") or "float32")
-    quantised = target.config.get("quantization_config")
-    if quantised is not None:
-        yield warning("target-quantised", "the target is quantised: SGLang's --quantization would apply to the drafter "
-                      "too", "add --speculative-draft-model-quantization unquant when you pass --quantization")
-    if own != target_dtype and {own, target_dtype} & _HALVES:
-        yield warning("dtype-differs", f"the drafter is stored as {own}, the target as {target_dtype}: with --dtype "
-                      "auto SGLang loads each in its own, float32 as float16",
-                      f"name one at launch: --dtype {target_dtype if target_dtype in _HALVES else 'bfloat16'}")
-
-
-def identity_rules(card: Card | None, target: Target, drafter_dir: Path, *, compare_weights: bool) -> Iterator[Finding]:
-    """The target is the one the drafter was trained on. `compare_weights` includes its weights, which reads them
-    all."""
-    tokenizer, shipped = target.path / TOKENIZER, drafter_dir / TOKENIZER
-    tokenizer_digest = digest_file(tokenizer) if tokenizer.is_file() else None
-    if shipped.is_file() and tokenizer_digest is not None and digest_file(shipped) != tokenizer_digest:
-        yield error("tokenizer-differs", "the tokenizer.json in the drafter's directory is not the target's",
-                    "serve the drafter with the target it was trained for")
-    if card is None:
-        yield warning("no-card", "the drafter has no card: whether this is the target it was trained on is unknown",
-                      "measure its acceptance before serving; drafters Eyrie exports have a card")
-        return
-    if card.target.tokenizer_digest is not None and card.target.tokenizer_digest != tokenizer_digest:
-        yield error("tokenizer-differs", f"trained with tokenizer {_short(card.target.tokenizer_digest)}, the target "
-                    f"has {_short(tokenizer_digest) if tokenizer_digest else 'none'}",
-                    "serve the drafter with the target it was trained for")
-    revision = hub_revision(target.path)
-    if card.target.revision and revision and card.target.revision != revision:
-        yield error("revision-differs", f"trained on revision {card.target.revision[:12]}, the target is "
-                    f"{revision[:12]}", "serve that revision, or train again on this one")
-    for key, trained, actual in (("architecture", card.target.architecture, target.architecture),
-                             ("number of layers", card.target.num_layers, target.num_layers)):
-        if actual is not None and trained != actual:
-            yield error("target-differs", f"trained on a target of {key} {trained}, this one has {actual}",
-                        "serve the drafter with the target it was trained for")
-    if compare_weights:
-        try:
-            digest = target_digest(target.path)
-        except EyrieError as fault:
-            yield warning("target-unread", f"the target's weights cannot be compared: {fault.message}", fault.hint)
-            return
-        if digest != card.target.digest:
-            yield error("target-differs", f"trained on the target {_short(card.target.digest)}, this one is "
-                        f"{_short(digest)}: its weights, configuration or template changed",
-                        "serve the drafter with the target it was trained for, or train again on this one")
-
-
 def _short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:12]
 
@@ -236,9 +176,54 @@ def validator_by_loading(family: str, load: Callable[[Path, TargetConfig | None]
 
 
 def target_rules(request: ValidationRequest, target: Target) -> Iterator[Finding]:
-    """What every family requires of the target, besides its own sizes."""
-    yield from dtype_rules(request.config, target)
-    yield from identity_rules(request.card, target, request.directory, compare_weights=request.compare_weights)
+    """What every family requires of the target, besides its own sizes: a dtype that one server has for both, and that
+    it is the target the drafter was trained on."""
+    config, card = request.config, request.card
+    # 1. A server has one dtype: with `--dtype auto` each config declares its own, and float32 becomes float16.
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    target_dtype = str(target.text.get("dtype") or target.text.get("torch_dtype") or target.config.get("dtype")
+                       or target.config.get("torch_dtype") or "float32")
+    quantised = target.config.get("quantization_config")
+    if quantised is not None:
+        yield warning("target-quantised", "the target is quantised: SGLang's --quantization would apply to the drafter "
+                      "too", "add --speculative-draft-model-quantization unquant when you pass --quantization")
+    if own != target_dtype and {own, target_dtype} & _HALVES:
+        yield warning("dtype-differs", f"the drafter is stored as {own}, the target as {target_dtype}: with --dtype "
+                      "auto SGLang loads each in its own, float32 as float16",
+                      f"name one at launch: --dtype {target_dtype if target_dtype in _HALVES else 'bfloat16'}")
+    # 2. The target's identity.
+    tokenizer, shipped = target.path / TOKENIZER, request.directory / TOKENIZER
+    tokenizer_digest = digest_file(tokenizer) if tokenizer.is_file() else None
+    if shipped.is_file() and tokenizer_digest is not None and digest_file(shipped) != tokenizer_digest:
+        yield error("tokenizer-differs", "the tokenizer.json in the drafter's directory is not the target's",
+                    "serve the drafter with the target it was trained for")
+    if card is None:
+        yield warning("no-card", "the drafter has no card: whether this is the target it was trained on is unknown",
+                      "measure its acceptance before serving; drafters Eyrie exports have a card")
+        return
+    if card.target.tokenizer_digest is not None and card.target.tokenizer_digest != tokenizer_digest:
+        yield error("tokenizer-differs", f"trained with tokenizer {_short(card.target.tokenizer_digest)}, the target "
+                    f"has {_short(tokenizer_digest) if tokenizer_digest else 'none'}",
+                    "serve the drafter with the target it was trained for")
+    revision = hub_revision(target.path)
+    if card.target.revision and revision and card.target.revision != revision:
+        yield error("revision-differs", f"trained on revision {card.target.revision[:12]}, the target is "
+                    f"{revision[:12]}", "serve that revision, or train again on this one")
+    for key, trained, actual in (("architecture", card.target.architecture, target.architecture),
+                             ("number of layers", card.target.num_layers, target.num_layers)):
+        if actual is not None and trained != actual:
+            yield error("target-differs", f"trained on a target of {key} {trained}, this one has {actual}",
+                        "serve the drafter with the target it was trained for")
+    if request.compare_weights:
+        try:
+            digest = target_digest(target.path)
+        except EyrieError as fault:
+            yield warning("target-unread", f"the target's weights cannot be compared: {fault.message}", fault.hint)
+            return
+        if digest != card.target.digest:
+            yield error("target-differs", f"trained on the target {_short(card.target.digest)}, this one is "
+                        f"{_short(digest)}: its weights, configuration or template changed",
+                        "serve the drafter with the target it was trained for, or train again on this one")
 
 
 def check_mtp_layers(config: Mapping[str, Any], target: Target | None) -> Iterator[Finding]:

@@ -102,10 +102,6 @@ class DecodingEngine(Protocol):
         """
         ...
 
-    def drain(self) -> None:
-        """Wait until nothing is being decoded, and forget cached prefixes and texts, in all available variants."""
-        ...
-
     def stop(self) -> None:
         """Release all variants."""
         ...
@@ -177,9 +173,6 @@ class EmbeddedEngine:
                                "open the engine with a higher max_concurrency")
         use = self._uses[variant]
         return decode(self.reference(use), use.setting.tree, requests, concurrency, truncate=truncate)
-
-    def drain(self) -> None:
-        """As in `DecodingEngine`: every run leaves the engine idle, and nothing is cached between requests."""
 
     def stop(self) -> None:
         self._uses, self._engines = {}, {}

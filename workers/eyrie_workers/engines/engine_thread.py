@@ -167,7 +167,6 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is loaded and the thread runs."""
         return self.state == "ready" and self._thread.is_alive()
 
     def submit(self, request: Request, listener: Listener) -> None:

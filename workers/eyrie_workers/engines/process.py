@@ -26,8 +26,6 @@ from eyrie_api.processes import last_lines
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
 _POLL_S = 0.05
-
-
 _OFF = DrafterUse()
 TreesByBatchSize = dict[int, DraftTreeShape | None]
 """Number of running requests -> the tree from that number on, None for no drafting."""

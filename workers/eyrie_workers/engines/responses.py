@@ -37,7 +37,6 @@ from eyrie_workers.engines.openai_api import (
     spec_tokens_details,
 )
 from eyrie_workers.speculation.engine import Request, StepOutput
-from eyrie_workers.speculation.requests import TracedRound
 from eyrie_workers.targets.templates import REPLACEMENT, TokenText, parse_answer
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
@@ -52,8 +51,6 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class LogprobEntry:
-    """One emitted token."""
-
     token: TokenText
     logprob: float
     top: tuple[tuple[TokenText, float], ...]
@@ -285,7 +282,14 @@ class ResponseBuilder:
         text = self._push(progress)
         # A stop string cuts a round, whose trace then ends where the answer does.
         num_left = len(self.token_ids) - num_before
-        self._rounds += [self._round_object(traced, num_left) for traced in progress.rounds]
+        for traced in progress.rounds:
+            accepted, emitted = traced.accepted[:num_left], traced.emitted[:num_left]
+            self._rounds.append({
+                "nodes": [{"token_id": token, "token": self.token_text(token).text, "parent": parent,
+                           "accepted": node in accepted}
+                          for node, (token, parent) in enumerate(zip(traced.tokens, traced.parents, strict=True))],
+                "tokens": [{"token_id": token, "token": self.token_text(token).text, "drafted": place < len(accepted)}
+                           for place, token in enumerate(emitted)]})
         return text
 
     def _push(self, progress: StepOutput) -> str:
@@ -384,15 +388,6 @@ class ResponseBuilder:
             choice["eyrie"] = {"rounds": self._rounds}
             self._rounds = []
         return choice
-
-    def _round_object(self, traced: TracedRound, num_left: int) -> dict[str, Any]:
-        accepted, emitted = traced.accepted[:num_left], traced.emitted[:num_left]
-        return {
-            "nodes": [{"token_id": token, "token": self.token_text(token).text, "parent": parent,
-                       "accepted": node in accepted}
-                      for node, (token, parent) in enumerate(zip(traced.tokens, traced.parents, strict=True))],
-            "tokens": [{"token_id": token, "token": self.token_text(token).text, "drafted": place < len(accepted)}
-                       for place, token in enumerate(emitted)]}
 
     def _logprob_object(self, first: int) -> dict[str, Any] | None:
         """The log probabilities from a token on; None when there are none."""

@@ -185,8 +185,7 @@ def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
         check_origin(request.method, request.headers)
         check_json(request.method, request.headers)
 
-    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None,
-                  redirect_slashes=False,
+    app = FastAPI(title="Eyrie engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False,
                   dependencies=[Depends(refuse_web_pages)])
 
     @app.post("/v1/chat/completions")
@@ -286,8 +285,6 @@ async def _disconnected(request: Request) -> None:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The parsed command line."""
-
     target: str
     model: str
     use: DrafterUse
@@ -435,11 +432,7 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
         raise InvalidInput(f"--use: {rule_of(error.errors()[0])}", "give a DrafterUse in JSON") from None
     if use.setting.method == "drafter" and use.drafter_dir is None:
         raise InvalidInput("--use has a setting with a drafter and no drafter_dir", "give one, or another method")
-    return ServerOptions(
-        target=parsed.target, model=parsed.model or Path(parsed.target).name, use=use, host=parsed.host,
-        port=parsed.port, max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting,
-        max_length=parsed.max_length, dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file,
-        drain_s=parsed.drain_s)
+    return ServerOptions(**vars(parsed) | {"use": use, "model": parsed.model or Path(parsed.target).name})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,7 +49,16 @@ def encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor | None]:
         return values_NH.to(torch.bfloat16), None
     values = values_NH.to(torch.float32)
     if codec == "int4":
-        return _encode_int4(values)
+        # The low 4 bits of a byte hold value i of the first half of its block, the high 4 bits value i of the second.
+        short = -values.shape[-1] % BLOCK_VALUES
+        blocks = torch.nn.functional.pad(values, (0, short)).unflatten(-1, (-1, BLOCK_VALUES))
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        scale = (largest.squeeze(-1) / -_INT4_LEVELS).to(torch.bfloat16)
+        wide = scale.to(torch.float32).unsqueeze(-1)
+        inverse = torch.where(wide != 0, 1.0 / wide, 0.0)
+        levels = (blocks * inverse).round_().add_(_INT4_LEVELS).clamp_(0, 15).to(torch.uint8)
+        low, high = levels.split(_HALF, -1)
+        return (low | high << 4).flatten(-2), scale
     scale_N, inverse_N1 = _scales(values, _INT8_MAX if codec == "int8" else _FP8_MAX)
     scaled = values * inverse_N1
     if codec == "int8":
@@ -85,19 +94,6 @@ def _scales(values_NH: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale.to(torch.float32) < exact, up, scale)
     wide = scale.to(torch.float32).unsqueeze(-1)
     return scale, torch.where(wide > 0, 1.0 / wide, 0.0)
-
-
-def _encode_int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The low 4 bits of a byte hold value i of the first half of its block, the high 4 bits value i of the second."""
-    short = -values.shape[-1] % BLOCK_VALUES
-    blocks = torch.nn.functional.pad(values, (0, short)).unflatten(-1, (-1, BLOCK_VALUES))
-    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    scale = (largest.squeeze(-1) / -_INT4_LEVELS).to(torch.bfloat16)
-    wide = scale.to(torch.float32).unsqueeze(-1)
-    inverse = torch.where(wide != 0, 1.0 / wide, 0.0)
-    levels = (blocks * inverse).round_().add_(_INT4_LEVELS).clamp_(0, 15).to(torch.uint8)
-    low, high = levels.split(_HALF, -1)
-    return (low | high << 4).flatten(-2), scale
 
 
 def _decode_int4(codes: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -39,19 +39,12 @@ class PackedBatch:
     """At the supervised positions (`shard_format.supervised_positions` of each row), in a store of top-k logits."""
 
     def to(self, device: torch.device) -> "PackedBatch":
-        if self.token_ids.device == device and self.aux.device == device:
-            return self
-
-        # From pinned memory a non-blocking copy overlaps with the host's work; from pageable memory it blocks.
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
-        topk_logits = None if self.topk_logits is None else self.topk_logits.map(moved)
-        return PackedBatch(moved(self.token_ids), moved(self.loss_mask), moved(self.aux), moved(self.last),
-                           self.lengths, topk_logits)
+        return replace(self.with_states_on(device), token_ids=self.token_ids.to(device, non_blocking=True),
+                       loss_mask=self.loss_mask.to(device, non_blocking=True))
 
     def with_states_on(self, device: torch.device) -> "PackedBatch":
         """This batch with its states on a device. Tokens and masks, from which steps are planned, stay on the CPU."""
+        # From pinned memory a non-blocking copy overlaps with the host's work; from pageable memory it blocks.
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
 
@@ -63,7 +56,6 @@ class PackedBatch:
         return replace(self, last=self.last[:, :0], topk_logits=None)
 
     def states(self) -> Iterator[Tensor]:
-        """The tensors that hold states."""
         yield from (self.aux, self.last)
         if self.topk_logits is not None:
             yield from vars(self.topk_logits).values()

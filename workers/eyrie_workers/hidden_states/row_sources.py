@@ -2,7 +2,7 @@
 
 Training needs it where candidates train on mixes of the sources (`data.mix`). It is a file of its own, so that the
 format of shards, index and stream plan is the same with and without it, and so that a store's digest is that of its
-states. Stores of earlier versions have none.
+states.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,7 @@ class RowSources(Frozen):
         return [self.names[index] for index in self.rows]
 
 
-def write_row_sources(directory: Path, of_rows: Sequence[str]) -> Path | None:
-    """Write the source of each row; returns the file. Nothing is written where a row has no source: the rows are of an
-    earlier version."""
-    if not all(of_rows):
-        return None
+def write_row_sources(directory: Path, of_rows: Sequence[str]) -> Path:
     index = {name: number for number, name in enumerate(dict.fromkeys(of_rows))}
     path = directory / SOURCES
     write_sealed(path, RowSources(names=tuple(index), rows=tuple(index[name] for name in of_rows)))
@@ -58,12 +54,3 @@ def read_row_sources(backend: StorageBackend, num_rows: int | None = None) -> li
         raise ArtifactCorrupt(f"{SOURCES} in {backend.name} names the sources of {len(sources)} rows, and the store "
                               f"has {num_rows}", _HINT)
     return sources
-
-
-def row_sources_are_whole(backend: StorageBackend) -> bool:
-    """Whether the file is readable or was never written."""
-    try:
-        read_row_sources(backend)
-    except ArtifactCorrupt:
-        return False
-    return True

@@ -181,10 +181,6 @@ def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> li
             Section("choice", ids, (num_supervised,))]
 
 
-def block_bytes(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> int:
-    return sum(section.aligned_bytes for section in block_sections(fmt, num_tokens, num_supervised))
-
-
 def section_views(sections: Sequence[Section], tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     """The bytes of the sections in order, each followed by its alignment; views of the tensors, not copies."""
     for section in sections:
@@ -282,7 +278,7 @@ class ShardMap:
         for length in record.lengths:
             blocks = []
             for tokens in fmt.block_ranges(length):
-                size = block_bytes(fmt, len(tokens), record.taught[number])
+                size = sum(section.aligned_bytes for section in block_sections(fmt, len(tokens), record.taught[number]))
                 blocks.append(Block(number, at, size, tokens, record.taught[number]))
                 at, number = at + size, number + 1
             self.rows.append(blocks)

@@ -71,8 +71,6 @@ class StoreDamaged(ArtifactCorrupt):
 
 @dataclass(frozen=True)
 class Damage:
-    """The damage of one shard."""
-
     shard: str
     rows: range  # affected rows, by index in the store
     what: str

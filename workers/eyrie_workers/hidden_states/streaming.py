@@ -50,13 +50,10 @@ from eyrie_workers.hidden_states.shard_format import (
     supervised_positions,
 )
 from eyrie_workers.hidden_states.storage_backend import StorageBackend
-from eyrie_workers.hidden_states.topk_logits import compute_topk_logits_of_rows
+from eyrie_workers.hidden_states.topk_logits import compute_topk_logits
 from eyrie_workers.targets.state_source import StateSource
 
 # T tokens, M tokens of the pass, S supervised positions of it, A aux layers, H hidden
-
-
-
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def compute_pass(target: StateSource, rows: Sequence[TokenRow], fmt: StoreFormat
     topk_logits = None
     if fmt.final_state == "topk":
         parts = last_MH.index_select(0, supervised).split([int(positions.sum()) for positions in by_row])
-        topk_logits = compute_topk_logits_of_rows(parts, target.output_head, fmt)
+        topk_logits = compute_topk_logits(parts, target.output_head, fmt)
     return TargetPass(aux_MAH, last_MH, is_supervised, supervised, topk_logits)
 
 
@@ -143,13 +140,6 @@ def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
     if digest_bytes(tokens) != plan.tokens_digest:
         raise ArtifactCorrupt(f"{TOKENS} in {backend.name} is missing or differs from its digest", "run capture again")
     return plan, tokens
-
-
-def plan_is_whole(backend: StorageBackend) -> bool:
-    try:
-        return read_plan(backend) is not None
-    except ArtifactCorrupt:
-        return False
 
 
 class StreamedFeatures:

@@ -33,15 +33,9 @@ _MAX_LOGITS = 1 << 26
 
 
 @torch.no_grad()
-def compute_topk_logits(last_MH: Tensor, output: OutputHead, fmt: StoreFormat) -> TopKLogits:
-    """Top-k logits of positions, from their final states and on their device."""
-    return compute_topk_logits_of_rows([last_MH], output, fmt)
-
-
-@torch.no_grad()
-def compute_topk_logits_of_rows(last: Sequence[Tensor], output: OutputHead, fmt: StoreFormat) -> TopKLogits:
-    """`compute_topk_logits` of several rows' positions, end to end; each row is a product of its own, so that its
-    numbers do not depend on the other rows."""
+def compute_topk_logits(last: Sequence[Tensor], output: OutputHead, fmt: StoreFormat) -> TopKLogits:
+    """Top-k logits of the positions of some rows, end to end, from their final states [M, H] and on their device. Each
+    row is a product of its own, so that its numbers do not depend on the other rows."""
     lm_head_VH = output.weight_VH
     ids_D = torch.tensor(fmt.draft_ids, device="cpu").to(lm_head_VH.device, non_blocking=True)
     vocab_size = lm_head_VH.shape[0]
@@ -65,11 +59,6 @@ def compute_topk_logits_of_rows(last: Sequence[Tensor], output: OutputHead, fmt:
     return TopKLogits(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, mass, choice)
 
 
-def topk_probabilities(topk_logits: TopKLogits) -> Tensor:
-    """[M, K] float32: the probability of each stored token."""
-    return topk_logits.logits.float().softmax(-1) * (1.0 - topk_logits.tail).unsqueeze(-1)
-
-
 def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tensor:
     """[M, D] float32: the rebuilt distribution (see the module's docstring), the training target."""
     num, top_k = topk_logits.ids.shape
@@ -78,7 +67,8 @@ def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tens
         rebuilt = others.unsqueeze(-1).expand(num, draft_vocab_size).contiguous()
     else:
         rebuilt = topk_logits.tail.new_zeros(num, draft_vocab_size)
-    return rebuilt.scatter_(1, topk_logits.ids, topk_probabilities(topk_logits))
+    share_MK = topk_logits.logits.float().softmax(-1) * (1.0 - topk_logits.tail).unsqueeze(-1)  # of each stored token
+    return rebuilt.scatter_(1, topk_logits.ids, share_MK)
 
 
 def topk_rows(loss_mask_T: Tensor, lengths: tuple[int, ...]) -> Tensor:

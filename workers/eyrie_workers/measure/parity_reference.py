@@ -41,9 +41,6 @@ from eyrie_workers.targets.model import TargetModel
 
 # T tokens, A aux layers, H hidden, V vocabulary, D draft vocabulary
 
-
-
-
 _DRAFTER_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative error of a drafter's logit, after the few roundings of its own layers that a different batching reorders."""
 

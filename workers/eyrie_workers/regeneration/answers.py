@@ -43,8 +43,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """The target's answer."""
-
     row_id: str
     prompt_ids: list[int]  # as the endpoint reports them: its rendering of the template may differ from ours
     answer_ids: list[int]
@@ -108,7 +106,6 @@ class AnswerRetokenizer:
         """Ids that end an answer; first the one that the template writes after an assistant turn, if it writes one."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of some ids, without special tokens."""
         return self._tokenizer.decode(ids)
 
     def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:

@@ -52,9 +52,7 @@ def first_turn(messages: Sequence[Message], turns: str) -> list[Message]:
 
 def turn_id(row_id: str, turn: int, turns: str) -> str:
     """The id of one turn's row; with `turns: last` the id of the conversation."""
-    if turns == "last":
-        return row_id
-    return hashlib.sha256(f"{row_id}:{turn}".encode()).hexdigest()[:32]
+    return row_id if turns == "last" else hashlib.sha256(f"{row_id}:{turn}".encode()).hexdigest()[:32]
 
 
 def answer_message(text: str, reasoning: str, tool_calls: Sequence[Mapping[str, Any]], has_tools: bool) -> Message:

@@ -49,8 +49,6 @@ IDS_FIELDS: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_
 
 @dataclass
 class RequestRoute:
-    """The state of one endpoint."""
-
     url: str
     in_flight: int = 0
     answered: int = 0
@@ -70,8 +68,6 @@ class RequestRoute:
 
 
 class RequestRoutes:
-    """All endpoints of a job."""
-
     def __init__(self, urls: Sequence[str]) -> None:
         self.all = [RequestRoute(url) for url in urls]
 
@@ -152,13 +148,21 @@ class OnlineClient:
                     if not in_flight:
                         return
                     pause()
-                    done, in_flight = runner.run(_wait_for_first(in_flight))
+                    done, in_flight = runner.run(asyncio.wait(in_flight, timeout=_POLL_S,
+                                                              return_when=asyncio.FIRST_COMPLETED))
                     failures = [error for task in done if (error := task.exception()) is not None]
                     # Yield answers before raising: answers that arrived are kept even when another request ends the
                     # stage.
                     for task in done:
-                        if task.exception() is None:
-                            yield self._warn_once(task.result())
+                        if task.exception() is not None:
+                            continue
+                        outcome = task.result()
+                        if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
+                            self._warned = True
+                            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenized "
+                                      "again from their text, which may differ from the ids the target produced (rows "
+                                      "say ids_exact: false)")
+                        yield outcome
                     if failures:
                         raise failures[0]
             finally:
@@ -239,15 +243,3 @@ class OnlineClient:
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact:
             route.reject_ids_field(ids_field)  # the server accepted the field and returned no ids
         return outcome
-
-    def _warn_once(self, outcome: GenerationOutcome) -> GenerationOutcome:
-        if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
-            self._warned = True
-            self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenized again from "
-                      "their text, which may differ from the ids the target produced (rows say ids_exact: false)")
-        return outcome
-
-
-async def _wait_for_first(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
-        set[asyncio.Task[GenerationOutcome]], set[asyncio.Task[GenerationOutcome]]]:
-    return await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)

@@ -144,7 +144,7 @@ class ShardedClient:
     def _answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         shard_rows = self.sharding.shard_rows or 1
         groups = _Groups(prompts, shard_rows)
-        news, warned = time.monotonic(), set[str]()
+        last_progress_s, warned = time.monotonic(), set[str]()
         while True:
             while len(self._open) < self.sharding.shard_window and (group := groups.take()):
                 pause()
@@ -170,13 +170,13 @@ class ShardedClient:
                     self.store.delete(self._order(shard).key(kind))
                 del self._open[shard]
             if finished:
-                news = time.monotonic()
+                last_progress_s = time.monotonic()
                 continue
             for stored in self.store.list(f"{self.order.prefix}/failed"):
                 if (name := Path(stored.key).stem) in self._open:
                     failure = ShardFailure.model_validate_json(self.store.read(stored.key))
                     raise Permanent(f"shard {name}: {failure.reason}: {failure.message}", failure.hint)
-            if time.monotonic() - news > self.resend_after_s:
+            if time.monotonic() - last_progress_s > self.resend_after_s:
                 # A message that waits in the queue, or whose shard a worker holds, is not lost.
                 lost = [] if self.queue.length() > 0 else [
                     order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
@@ -185,7 +185,7 @@ class ShardedClient:
                               "that no worker holds are sent again")
                 for order in lost:
                     self.queue.send(order)
-                news = time.monotonic()
+                last_progress_s = time.monotonic()
             sleep_in_slices(self.poll_s, pause)
 
     def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:
@@ -199,7 +199,6 @@ class ShardedClient:
             self.queue.send(order)
 
     def publish_tokenizer(self) -> None:
-        """Upload the files of the tokenizer for the workers."""
         for path in sorted(path for pattern in _TOKENIZER_FILES for path in self.tokenizer_dir.glob(pattern)):
             if path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                 self.store.upload(f"{self.order.prefix}/tokenizer/{path.name}", path)
@@ -268,7 +267,6 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
 
 
 def write_outcomes(report: ShardReport, outcomes: list[GenerationOutcome]) -> bytes:
-    """The content of a `done` object."""
     lines = [report.model_dump_json(), *(
         json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes)]
     return "".join(line + "\n" for line in lines).encode()

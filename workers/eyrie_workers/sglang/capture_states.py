@@ -39,8 +39,7 @@ from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.operators import OutputHead
 
-_NAME = "capture"
-"""Of the one variant."""
+_NAME = "capture"  # of the single variant
 
 _REQUEST = "eyrie-states-"  # plugin.capture_export.PREFIX, which cannot be imported outside SGLang's interpreter
 _MOST_RESTARTS = 3
@@ -109,23 +108,20 @@ class SglangStates:
         texts, captured = [tokens.tolist() for tokens in token_ids_list], list[Tensor]()
         while len(captured) < len(texts):
             left = texts[len(captured):]
-            captured += self._repeated(left[:self._num_that_fit(left)])
+            self._files.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._files).free
+            num = texts_that_fit([len(text) for text in left], self._token_bytes, free)
+            if num == 0:
+                raise DiskTooSmall(
+                    f"the states of a text of {len(left[0])} tokens take {len(left[0]) * self._token_bytes} bytes and "
+                    f"{free} are free in {self._files.parent}, through which SGLang hands them over",
+                    "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or lower "
+                    "capture.max_length")
+            captured += self._repeated(left[:num])
         states = torch.cat(captured)
         columns = [len(self._inner) if layer == self._config.num_layers else self._inner.index(layer)
                    for layer in aux_layers]
         return states[:, columns], states[:, -1]
-
-    def _num_that_fit(self, texts: Sequence[Sequence[int]]) -> int:
-        self._files.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._files).free
-        num = texts_that_fit([len(text) for text in texts], self._token_bytes, free)
-        if num == 0:
-            raise DiskTooSmall(
-                f"the states of a text of {len(texts[0])} tokens take {len(texts[0]) * self._token_bytes} bytes and "
-                f"{free} are free in {self._files.parent}, through which SGLang hands them over",
-                "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or lower "
-                "capture.max_length")
-        return num
 
     def _repeated(self, texts: list[list[int]]) -> list[Tensor]:
         """`_pass`, again with another server where one has ended. Raises EngineFailed after too many."""
@@ -159,20 +155,19 @@ class SglangStates:
             server.check()
             raise EngineFailed(f"SGLang's server does not answer: {error}",
                                f"read the log in {self._directory}") from error
-        return [self._states_of(name, len(text)) for name, text in zip(names, texts, strict=True)]
-
-    def _states_of(self, name: str, length: int) -> Tensor:
-        parts = sorted(self._files.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[1]))
-        states: list[Tensor] = []
-        for path in parts:
-            with safe_open(path, framework="pt") as handle:
-                states.append(handle.get_tensor("states"))
-            path.unlink()
-        have = sum(len(part) for part in states)
-        if have != length:
-            raise EngineFailed(f"SGLang wrote the states of {have} of the {length} tokens of a text",
-                               f"free memory in {self._files.parent}, or read the log in {self._directory}")
-        return torch.cat(states)
+        of_texts = []
+        for name, text in zip(names, texts, strict=True):
+            states: list[Tensor] = []
+            parts = self._files.glob(f"{name}.*.safetensors")
+            for path in sorted(parts, key=lambda path: int(path.name.split(".")[1])):
+                with safe_open(path, framework="pt") as handle:
+                    states.append(handle.get_tensor("states"))
+                path.unlink()
+            if (have := sum(map(len, states))) != len(text):
+                raise EngineFailed(f"SGLang wrote the states of {have} of the {len(text)} tokens of a text",
+                                   f"free memory in {self._files.parent}, or read the log in {self._directory}")
+            of_texts.append(torch.cat(states))
+        return of_texts
 
 
 def texts_that_fit(lengths: Sequence[int], token_bytes: int, free_bytes: int) -> int:

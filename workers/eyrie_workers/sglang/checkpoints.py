@@ -5,7 +5,6 @@ windows, experts, quantisation and context length; for a drafter also the specul
 architecture.
 """
 
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,6 @@ _SINK_ARCHITECTURES = ("GptOssForCausalLM",)
 
 @dataclass(frozen=True)
 class TargetCheckpoint:
-    """A target's checkpoint."""
-
     model: str
     """Directory or Hugging Face Hub id."""
 
@@ -45,8 +42,6 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter's checkpoint."""
-
     directory: str
     context_length: int
     sliding_window: int | None = None

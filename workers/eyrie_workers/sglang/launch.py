@@ -31,22 +31,11 @@ from typing import Any
 from eyrie_api.contract.families import SGLangAlgorithm
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
-from eyrie_api.planning.sglang_support import (
-    PLUGIN_ARCHITECTURES,
-    Unlaunchable,
-    require_block_capture,
-    require_capture,
-)
+from eyrie_api.planning.sglang_support import PLUGIN_ARCHITECTURES, Unlaunchable, require_block_capture, require_capture
+from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.plugin_files import PACKAGE
-from eyrie_workers.sglang.profiles import (
-    PAGE_SIZES,
-    AttentionNeeds,
-    SglangHardware,
-    attention_problem,
-    captured_batches,
-    choose_attention,
-)
+from eyrie_workers.sglang.profiles import SglangHardware
 
 GUARDED_MODULE = "eyrie_workers.sglang.plugin.guarded"
 """Takes the arguments of `sglang.launch_server`; the server that it starts answers inference alone."""
@@ -121,12 +110,12 @@ def shared_args(plan: LaunchPlan, other_settings: Sequence[Setting] = ()) -> Sha
         context_length = min(plan.target.context_length,
                              plan.drafter.context_length if plan.drafter is not None else plan.target.context_length)
     return SharedServerArgs(
-        attention_backend=choose_attention(plan.machine, attention_needs(plan), widths),
+        attention_backend=profiles.choose_attention(plan.machine, attention_needs(plan), widths),
         mem_fraction=plan.machine.mem_fraction, max_running_requests=plan.max_running_requests,
         context_length=context_length)
 
 
-def attention_needs(plan: LaunchPlan) -> AttentionNeeds:
+def attention_needs(plan: LaunchPlan) -> profiles.AttentionNeeds:
     """What target and drafter together require of the backend under the plan's setting and map."""
     if plan.drafter is None or plan.drafter.sliding_window is None:
         return plan.target.attention
@@ -201,7 +190,8 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         "--context-length", str(shared.context_length),
         "--max-running-requests", str(shared.max_running_requests),
         "--mem-fraction-static", f"{shared.mem_fraction:g}",
-        "--attention-backend", shared.attention_backend, "--page-size", str(PAGE_SIZES[shared.attention_backend]),
+        "--attention-backend", shared.attention_backend,
+        "--page-size", str(profiles.PAGE_SIZES[shared.attention_backend]),
         "--tp-size", str(plan.tp_size), "--random-seed", "0", "--enable-metrics",
     ]
     if plan.target.revision is not None:
@@ -216,7 +206,7 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         # A graph of a prefill would replay the model without the code that writes its states.
         line += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
     else:
-        line += ["--cuda-graph-bs-decode", *map(str, captured_batches(shared.max_running_requests))]
+        line += ["--cuda-graph-bs-decode", *map(str, profiles.captured_batches(shared.max_running_requests))]
     if plan.key_file is not None:
         line += ["--config", plan.key_file]
     return (*line, *_speculation(plan, shared))
@@ -268,7 +258,7 @@ def check_launchable(plan: LaunchPlan, shared: SharedServerArgs) -> None:
     """Raises Unlaunchable for what SGLang rejects, ignores with a warning, or detects only after loading weights."""
     adaptive = adaptive_slots(plan) is not None
     widest = max(tree_width(plan.setting), 1 if adaptive else 0)
-    problem = attention_problem(plan.machine, attention_needs(plan), shared.attention_backend, widest)
+    problem = profiles.attention_problem(plan.machine, attention_needs(plan), shared.attention_backend, widest)
     if problem is not None:
         raise Unlaunchable(*problem)
     if shared.context_length > plan.target.context_length:
@@ -304,26 +294,20 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
         raise Unlaunchable(f"the drafter has a sliding window, which SGLang does not apply as trained with {algorithm}",
                            "train it without drafter.sliding_window")
     if algorithm == "DFLASH":
-        _check_blocks(plan, drafter)
+        tree = plan.setting.tree
+        if plan.machine.platform == "cpu":
+            raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or with the embedded engine")
+        require_block_capture(plan.target.architecture)
+        if tree is not None and tree.top_k > 1:
+            raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
+                               "use top_k 1, or serve the tree with the embedded engine")
+        if tree is not None and drafter.block_size not in (None, tree.num_draft_tokens):
+            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the drafter's block size, "
+                               f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
+                               f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
     if drafter.context_length < shared.context_length:
         raise Unlaunchable(
             f"the drafter has {drafter.context_length} positions (max_position_embeddings), fewer than the "
             f"context_length {shared.context_length} to serve",
             f"serve context_length {drafter.context_length}, or train with drafter.max_position_embeddings "
             f"{shared.context_length}")
-
-
-def _check_blocks(plan: LaunchPlan, drafter: DrafterCheckpoint) -> None:
-    if plan.machine.platform == "cpu":
-        raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or with the embedded engine")
-    require_block_capture(plan.target.architecture)
-    tree = plan.setting.tree
-    if tree is None:
-        return
-    if tree.top_k > 1:
-        raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
-                           "use top_k 1, or serve the tree with the embedded engine")
-    if drafter.block_size is not None and drafter.block_size != tree.num_draft_tokens:
-        raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the drafter's block size, "
-                           f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
-                           f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")

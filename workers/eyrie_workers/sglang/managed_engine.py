@@ -33,13 +33,7 @@ from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import SglangServer
-from eyrie_workers.sglang.servers import (
-    DrafterUses,
-    ServerHistory,
-    ServerPlan,
-    ServerPool,
-    shared_context_length,
-)
+from eyrie_workers.sglang.servers import DrafterUses, ServerHistory, ServerPlan, ServerPool, shared_context_length
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
@@ -131,7 +125,6 @@ async def _closed_loop(url: str, requests: Sequence[Request], concurrency: int, 
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, stream: _Stream, body: bytes) -> None:
-    """Fill `stream` from the response."""
     stream.sent_at = time.perf_counter()
     name = stream.request.id
     try:
@@ -226,12 +219,6 @@ class SglangEngine:
             except EngineFailed as error:
                 self._stage.pause_point()
                 self._pool.recover(variant, error)
-
-    def drain(self) -> None:
-        for name in self._pool.resident:
-            server = self._pool.server(name).server
-            assert isinstance(server, SglangServer)
-            server.flush()
 
     def stop(self) -> None:
         self._pool.stop()

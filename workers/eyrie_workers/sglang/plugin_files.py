@@ -22,8 +22,6 @@ def place_plugin(root: Path) -> None:
     plugin = PACKAGE.replace(".", "/")
     files = [*installed.glob(f"{plugin}/*.py"), installed / f"{_IMPORTED.replace('.', '/')}.py",
              *(installed / parent / "__init__.py" for parent in Path(plugin).parents if parent.name)]
-    if (root / "eyrie_workers").is_symlink():  # of an earlier version, which linked the whole package
-        (root / "eyrie_workers").unlink()
     for file in files:
         copy = root / file.relative_to(installed)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,6 @@ _KEPT_FREE_BYTES = _GIB
 
 @dataclass(frozen=True)
 class SglangHardware:
-    """One kind of accelerator."""
-
     name: str
     platform: Platform
     compute: int
@@ -75,7 +73,6 @@ PROFILES: dict[str, SglangHardware] = {machine.name: machine for machine in (
 
 
 def profile(name: str) -> SglangHardware:
-    """A profile by name. Raises Unlaunchable with the list."""
     if name not in PROFILES:
         raise Unlaunchable(f"hardware profile {name!r} is not known", f"known are {', '.join(PROFILES)}")
     return PROFILES[name]

@@ -13,7 +13,6 @@ The server takes its share of the memory that is free when it starts. Whether a 
 before it starts, by the control plane.
 """
 
-
 import argparse
 import json
 import os
@@ -26,17 +25,11 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, report_error
 from eyrie_api.processes import free_port
+from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, adaptive_config, launch_arguments, launch_environment
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import launcher_command, merged_environment, plugin_root
-from eyrie_workers.sglang.profiles import (
-    SglangHardware,
-    available_bytes,
-    kv_bytes_per_token,
-    requests_that_fit,
-    weights_on_disk,
-)
 from eyrie_workers.targets.config import read_json
 
 
@@ -46,26 +39,22 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     drafter = None
     if use.setting.method == "drafter" and use.drafter_dir is not None:
         drafter = read_drafter(use.drafter_dir, read_json(Path(use.drafter_dir) / "config.json"))
-    target = read_target(options.target, read_json(Path(options.target) / "config.json"))
+    config = read_json(Path(options.target) / "config.json")
+    target = read_target(options.target, config)
+    max_requests = options.max_concurrency
+    if not max_requests:  # as many as this machine's memory holds next to the weights
+        weights = sum(profiles.weights_on_disk(Path(model))
+                      for model in (options.target, use.drafter_dir) if model is not None)
+        memory = profiles.available_bytes(machine, options.tp_size)
+        if machine.platform == "cpu":  # the share that SGLang takes of main memory
+            memory = int(machine.mem_fraction * memory)
+        max_requests = profiles.requests_that_fit(
+            max(0, memory - weights), profiles.kv_bytes_per_token(config, options.dtype),
+            use.context_length or target.context_length)
     return LaunchPlan(
-        target=target, machine=machine,
-        served_model_name=options.model, drafter=drafter, setting=use.setting, map=use.map,
-        adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, tp_size=options.tp_size,
-        max_running_requests=options.max_concurrency or default_concurrency(options, use, machine,
-                                                                            target.context_length))
-
-
-def default_concurrency(options: argparse.Namespace, use: DrafterUse, machine: SglangHardware,
-                        context_length: int) -> int:
-    """As many requests as this machine's memory holds next to the weights."""
-    target = Path(options.target)
-    weights = sum(weights_on_disk(Path(model)) for model in (target, use.drafter_dir) if model is not None)
-    memory = available_bytes(machine, options.tp_size)
-    if machine.platform == "cpu":  # the share that SGLang takes of main memory
-        memory = int(machine.mem_fraction * memory)
-    token_bytes = kv_bytes_per_token(read_json(target / "config.json"), options.dtype)
-    return requests_that_fit(max(0, memory - weights), token_bytes, use.context_length or context_length)
+        target=target, machine=machine, served_model_name=options.model, drafter=drafter, setting=use.setting,
+        map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
+        context_length=use.context_length, tp_size=options.tp_size, max_running_requests=max_requests)
 
 
 def main() -> NoReturn:

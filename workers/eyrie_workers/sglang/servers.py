@@ -27,6 +27,7 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import EngineCommand, ServerProcess, batch_size_schedule, start_engine
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import (
     LaunchPlan,
@@ -38,14 +39,7 @@ from eyrie_workers.sglang.launch import (
 )
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
 from eyrie_workers.sglang.process import launcher_command, plugin_root, start_sglang
-from eyrie_workers.sglang.profiles import (
-    SglangHardware,
-    available_bytes,
-    kv_bytes_per_token,
-    num_that_fit,
-    server_bytes,
-    weights_on_disk,
-)
+from eyrie_workers.sglang.profiles import SglangHardware
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -116,8 +110,6 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class ManagedServer:
-    """The server of one variant."""
-
     name: str
     server: ServerProcess
 
@@ -274,22 +266,22 @@ class ServerPool:
         self._groups = self.plan.gpu_groups or ((),)
         # SGLang measures a GPU's free memory at start, so there servers start one after the other.
         self._one_by_one = self.plan.kind == "sglang" and self.plan.hardware.platform != "cpu"
-        if not self.capacity:
-            self.capacity = self._servers_per_group() * len(self._groups)
-
-    def _servers_per_group(self) -> int:
+        if self.capacity:
+            return
         machine, target = self.plan.hardware, resolve(self.plan.target)
         drafters = {use.drafter_dir for use in self.uses.values() if use.drafter_dir is not None}
-        weights = weights_on_disk(target) + max((weights_on_disk(Path(drafter)) for drafter in drafters), default=0)
+        weights = profiles.weights_on_disk(target) + max(
+            (profiles.weights_on_disk(Path(drafter)) for drafter in drafters), default=0)
         config = read_json(target / "config.json")
         context = int((config.get("text_config") or config)["max_position_embeddings"])
         tokens = self.plan.max_concurrency * (context if machine.platform == "cpu" else min(context, 4096))
-        kv_bytes = tokens * kv_bytes_per_token(config, self.plan.target.dtype)
-        available = available_bytes(machine, self.plan.tp_size)
+        kv_bytes = tokens * profiles.kv_bytes_per_token(config, self.plan.target.dtype)
+        available = profiles.available_bytes(machine, self.plan.tp_size)
         if machine.platform == "cpu":
             available -= weights  # of the reference implementation, which replays or explains answers
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
-        return num_that_fit(available, server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram))
+        one_server = profiles.server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram)
+        self.capacity = profiles.num_that_fit(available, one_server) * len(self._groups)
 
     @property
     def resident(self) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
+from eyrie_workers.speculation import verify
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
@@ -52,14 +53,6 @@ from eyrie_workers.speculation.requests import (
     traced_round,
 )
 from eyrie_workers.speculation.tree import ancestors
-from eyrie_workers.speculation.verify import (
-    NOT_FINITE,
-    AcceptedPath,
-    TokenLogprobs,
-    accept_path,
-    emitted_logprobs,
-    sample_target_tokens,
-)
 from eyrie_workers.targets.device import device_scope, upload
 from eyrie_workers.targets.model import TargetModel
 
@@ -112,7 +105,6 @@ class PhaseClock:
         self._pending: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(self) -> Mark:
-        """This point of the work launched so far."""
         if not self._by_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -279,26 +271,23 @@ class Engine:
         logits = self.target.logits(last[-1:])[None]
         # The first token is sampled as that of a tree of one node: one rule for prefill and verification.
         root = torch.zeros(1, 1, dtype=torch.int64)
-        first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
+        first = verify.sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
         taken = self._take(row, first.flatten().tolist())
         row.first_token_s = time.perf_counter() - submitted_at
         if row.ended:
             self._leave(slot)
         elif self._max_shape is not None:
-            self._begin_drafting(row, aux)
+            row.drafting = self._may_draft(row)
+            if row.drafting:
+                assert self.drafter is not None
+                self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
+                # The drafter's inputs are pairs: the target's state at i with token i + 1. The last is the new token.
+                self.drafter.extend(self._state(), CommittedTokens(
+                    rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
         # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
         [logprobs] = _logprobs([row], logits, [[0]], [taken])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
-
-    def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
-        row.drafting = self._may_draft(row)
-        if row.drafting:
-            assert self.drafter is not None
-            self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
-            # The drafter's inputs are pairs: the target's state at i with token i + 1. The last one is the new token.
-            self.drafter.extend(self._state(), CommittedTokens(
-                rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
 
     # A round
 
@@ -322,7 +311,7 @@ class Engine:
         clock.count("verify_s", proposed, launched)
         # The only place of a round where the host waits for the device.
         trees = chosen.tolist()
-        paths = [accept_path(*tree_row) for tree_row in trees]
+        paths = [verify.accept_path(*tree_row) for tree_row in trees]
         clock.settle()
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
@@ -385,12 +374,12 @@ class Engine:
         aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
-        choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
+        choices = verify.sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
         # Not kept without need: B * N * V numbers would stay allocated while the drafter runs.
         kept = logits if any(row.request.top_logprobs is not None for row in self._rows) else None
         return choices, aux.view(num_rows, num_nodes, *aux.shape[1:]), kept
 
-    def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
+    def _extend(self, starts: Sequence[int], paths: Sequence[verify.AcceptedPath], aux: Tensor) -> None:
         """Give the drafter the committed tokens of all unfinished rows."""
         assert self.drafter is not None
         unfinished: list[int] = []
@@ -411,7 +400,7 @@ class Engine:
 
     def _take(self, row: RequestState, tokens: list[int]) -> list[int]:
         """Append a round's tokens; those before NOT_FINITE, which is the last if any, are the target's own."""
-        finite = tokens[:-1] if tokens[-1] == NOT_FINITE else tokens
+        finite = tokens[:-1] if tokens[-1] == verify.NOT_FINITE else tokens
         taken = row.take(finite, self.max_length)
         if len(finite) < len(tokens) and not row.ended:
             dtype = str(self.target.dtype).removeprefix("torch.")
@@ -469,11 +458,11 @@ def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | 
 
 
 def _logprobs(rows: Sequence[RequestState], logits: Tensor | None, nodes: Sequence[Sequence[int]],
-              emitted: Sequence[Sequence[int]]) -> list[list[TokenLogprobs]]:
+              emitted: Sequence[Sequence[int]]) -> list[list[verify.TokenLogprobs]]:
     """Per row, the log probabilities of its emitted tokens where it requests them; `logits` is None when none does."""
     if logits is None:
         return [[] for _ in rows]
-    return emitted_logprobs(logits, nodes, emitted, [row.request.top_logprobs for row in rows])
+    return verify.emitted_logprobs(logits, nodes, emitted, [row.request.top_logprobs for row in rows])
 
 
 def _trimmed(tree: DraftTree) -> DraftTree:

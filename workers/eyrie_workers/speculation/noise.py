@@ -28,10 +28,12 @@ from eyrie_workers.targets.device import upload
 # target's probabilities: then both draw the same token. A drafter's distribution is flatter than the target's, and full
 # noise on a flat distribution selects tokens to which the target gives almost no probability. Measured on the
 # quickstart target at temperature 1 (642 positions; share of draws that equal the drafter's first proposal), for
-# drafters that agree with the target's greedy token at the given share of positions:     agreement   noise 0.0    0.15
-# 0.3    0.5    0.7    1.0       0.63         .609    .620   .615   .611   .572   .492       0.83         .791    .794
-# .791   .787   .771   .699       0.90         .854    .866   .886   .891   .882   .847       0.97         .905    .917
-# .928   .949   .960   .963
+# drafters that agree with the target's greedy token at the given share of positions:
+#     agreement   noise 0.0   0.15    0.3    0.5    0.7    1.0
+#       0.63        .609      .620   .615   .611   .572   .492
+#       0.83        .791      .794   .791   .787   .771   .699
+#       0.90        .854      .866   .886   .891   .882   .847
+#       0.97        .905      .917   .928   .949   .960   .963
 NOISE_SHARE = 0.4
 
 _WORD = (1 << 64) - 1
@@ -65,17 +67,14 @@ def _mix_word(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def stream_start(seed: int, position: int) -> int:
-    """Start of the stream of one position; mixed twice, so that streams of neighbouring seeds and positions differ."""
-    return _signed(_mix_word(_mix_word(seed + _WEYL) + (position + 1) * _WEYL))
-
-
 def gumbel(seed: int, first_position: int, num_positions: int, vocab_size: int) -> Tensor:
     """Standard Gumbel noise of consecutive positions.
 
     returns [num_positions, vocab_size] float64; element (i, v) depends on (seed, first_position + i, v) alone.
     """
-    starts = upload([stream_start(seed, first_position + i) for i in range(num_positions)])
+    # Each position's stream starts at a word mixed twice, so that neighbouring seeds and positions have other streams.
+    seed_word = _mix_word(seed + _WEYL)
+    starts = upload([_signed(_mix_word(seed_word + (first_position + i + 1) * _WEYL)) for i in range(num_positions)])
     counters = torch.arange(1, vocab_size + 1, dtype=torch.int64) * _signed(_WEYL)
     words = _mix(starts[:, None] + counters[None, :])
     # 53 random bits, centred in their intervals: u is never 0 and never 1, so both logarithms are finite.

@@ -157,7 +157,7 @@ class RequestState:
     def take(self, tokens: Sequence[int], max_length: int) -> list[int]:
         """Append accepted tokens up to the first that ends the request; return those appended."""
         taken: list[int] = []
-        most = len(self.request.prompt_ids) + self.request.max_new_tokens
+        most = len(self.request.prompt_ids) + self.request.max_new_tokens  # prompt and answer
         for token in tokens:
             taken.append(token)
             if token in self.request.stop_ids:
@@ -171,7 +171,7 @@ class RequestState:
 
     def count_round(self, accepted: int) -> None:
         self.rounds += 1
-        self.histogram += [0] * (accepted + 1 - len(self.histogram))
+        self.histogram += [0] * (accepted + 1 - len(self.histogram))  # up to the most accepted so far
         self.histogram[accepted] += 1
 
     def progress(self, taken: list[int], accepted: list[int], drafted: list[int],
@@ -194,7 +194,7 @@ def traced_round(tokens: Sequence[int], parents: Sequence[int], path: Sequence[i
     path     accepted nodes in order, root included
     emitted  tokens that the answer took: of a path beyond the end of the answer only the first
     """
-    filled = [node for node, token in enumerate(tokens) if token != NO_TOKEN]
-    place = {node: index for index, node in enumerate(filled)}
+    filled = [node for node, token in enumerate(tokens) if token != NO_TOKEN]  # the root, and proposals
+    place = {node: index for index, node in enumerate(filled)}  # of a node among those
     return TracedRound(tokens=[tokens[node] for node in filled], parents=[place[parents[node]] for node in filled],
                        accepted=[place[node] for node in path[1:len(emitted) + 1]], emitted=emitted)

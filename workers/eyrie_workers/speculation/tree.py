@@ -54,9 +54,6 @@ from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.targets.device import upload
 
-# B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys
-
-
 BranchKeys = Literal["ancestors", "frontier_slots"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its slot of the frontier (SGLang)."""
 
@@ -119,16 +116,13 @@ def accepted_at(rank: int) -> float:
     return ACCEPTED_BY_RANK[rank] if rank < last else ACCEPTED_BY_RANK[-1] * (last / (rank + 1)) ** 2
 
 
+@cache
 def static_topology(shape: DraftTreeShape) -> Topology:
     """The `num_draft_tokens` nodes, root included, with the largest acceptance probability, at most `num_steps` deep.
 
     A function of the shape's three numbers alone. With top_k 1 it is the chain.
     """
-    return _topology(shape.num_steps, shape.top_k, shape.num_draft_tokens)
-
-
-@cache
-def _topology(num_steps: int, top_k: int, num_draft_tokens: int) -> Topology:
+    num_steps, top_k, num_draft_tokens = shape.num_steps, shape.top_k, shape.num_draft_tokens
     taken: list[tuple[int, ...]] = [()]  # each node as the ranks along its path
     parents_at = [0] * num_steps  # nodes of each depth that have children
     heap: list[tuple[float, tuple[int, ...]]] = [(-accepted_at(0), (0,))]
@@ -336,35 +330,28 @@ def build_tree_from_marginals(logits_BSD: Tensor, shape: DraftTreeShape, vocabul
     vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same.
     noise       of the same rows; None when all are greedy.
     """
-    best_BSK, tokens_BSK = _ranked(logits_BSD[:, : shape.num_steps], shape.top_k, vocabulary, noise)
-    if shape.top_k == 1:
-        return _chain(best_BSK[:, :, 0], tokens_BSK[:, :, 0], shape.num_draft_tokens)
-    if shape.static:
-        return _static(best_BSK, tokens_BSK, static_topology(shape))
-    return _most_probable(best_BSK, tokens_BSK, shape.num_draft_tokens)
-
-
-def _ranked(logits_BSD: Tensor, top_k: int, vocabulary: Tensor | None,
-            noise: RowNoise | None) -> tuple[Tensor, Tensor]:
-    """Log-confidences and target ids of each depth's best tokens, best first: [B, S, K] each."""
-    logits_BSD = logits_BSD.float()  # in half precision many of the top tokens would tie
+    # 1. Each depth's best tokens, best first. In half precision many of them would tie.
+    logits_BSD = logits_BSD[:, : shape.num_steps].float()
     if noise is None:
         confidence_BSD = logits_BSD.log_softmax(-1)
     else:
         confidence_BSD = torch.cat([noise.confidence(logits_BSD[:, depth - 1: depth], depth, vocabulary)
                                     for depth in range(1, logits_BSD.shape[1] + 1)], 1)
-    best_BSK, ids_BSK = confidence_BSD.topk(min(top_k, logits_BSD.shape[-1]), -1)
-    return best_BSK, ids_BSK if vocabulary is None else vocabulary[ids_BSK]
-
-
-def _chain(best_BS: Tensor, tokens_BS: Tensor, num_nodes: int) -> DraftTree:
-    num_rows, depths = best_BS.shape
-    tokens = tokens_BS.new_full((num_rows, num_nodes), NO_TOKEN)
-    tokens[:, 1: depths + 1] = tokens_BS
-    scores = best_BS.new_full((num_rows, num_nodes), -torch.inf)
+    best_BSK, tokens_BSK = confidence_BSD.topk(min(shape.top_k, logits_BSD.shape[-1]), -1)
+    if vocabulary is not None:
+        tokens_BSK = vocabulary[tokens_BSK]
+    # 2. The tree over them; for top_k 1 a chain, padded to its number of nodes.
+    num_rows, depths, _ = best_BSK.shape
+    if shape.top_k > 1 and shape.static:
+        return _static(best_BSK, tokens_BSK, static_topology(shape))
+    if shape.top_k > 1:
+        return _most_probable(best_BSK, tokens_BSK, shape.num_draft_tokens)
+    tokens = tokens_BSK.new_full((num_rows, shape.num_draft_tokens), NO_TOKEN)
+    tokens[:, 1: depths + 1] = tokens_BSK[:, :, 0]
+    scores = best_BSK.new_full((num_rows, shape.num_draft_tokens), -torch.inf)
     scores[:, 0] = 0.0
-    scores[:, 1: depths + 1] = best_BS.cumsum(1)
-    parents = torch.arange(-1, num_nodes - 1, device=tokens.device).clamp_(min=0)
+    scores[:, 1: depths + 1] = best_BSK[:, :, 0].cumsum(1)
+    parents = torch.arange(-1, shape.num_draft_tokens - 1, device=tokens.device).clamp_(min=0)
     return DraftTree(tokens, parents.expand(num_rows, -1), scores, num_filled=depths + 1)
 
 
@@ -387,32 +374,22 @@ def _most_probable(best_BSK: Tensor, tokens_BSK: Tensor, num_nodes: int) -> Draf
     return DraftTree(tree.tokens, tree.parents, tree.scores.float(), tree.num_filled)
 
 
-class _Places(NamedTuple):
-    """Where a static tree's nodes find their values among S * K ranked tokens, then one missing value, then zero."""
-
-    tokens: tuple[int, ...]
-    """Of each node."""
-
-    paths: tuple[int, ...]
-    """Of each node the tokens on its path, padded with the zero to one length."""
-
-    num_filled: int
-
-
 def _static(best_BSK: Tensor, tokens_BSK: Tensor, topology: Topology) -> DraftTree:
     num_rows, depths, width = best_BSK.shape
-    num_nodes, places = len(topology.parents), _places(topology, depths, width)
-    parents_N, token_N, path_X = upload([*topology.parents, *places.tokens, *places.paths]).split(
-        [num_nodes, num_nodes, len(places.paths)])
+    num_nodes, (places, paths, num_filled) = len(topology.parents), _places(topology, depths, width)
+    parents_N, token_N, path_X = upload([*topology.parents, *places, *paths]).split([num_nodes, num_nodes, len(paths)])
     values = torch.cat([best_BSK.flatten(1), best_BSK.new_full((num_rows, 1), -torch.inf),
                         best_BSK.new_zeros(num_rows, 1)], 1)
     tokens = torch.cat([tokens_BSK.flatten(1), tokens_BSK.new_full((num_rows, 1), NO_TOKEN)], 1)
     scores_BN = values.index_select(1, path_X).unflatten(1, (num_nodes, -1)).sum(-1)
-    return DraftTree(tokens.index_select(1, token_N), parents_N.expand(num_rows, -1), scores_BN, places.num_filled)
+    return DraftTree(tokens.index_select(1, token_N), parents_N.expand(num_rows, -1), scores_BN, num_filled)
 
 
 @cache
-def _places(topology: Topology, depths: int, width: int) -> _Places:
+def _places(topology: Topology, depths: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Where a static tree's nodes find their values among S * K ranked tokens, then one missing value, then zero: of
+    each node; of each node the tokens on its path, padded with the zero to one length; and the number of nodes filled.
+    """
     missing, zero = depths * width, depths * width + 1
     tokens = [missing]  # of the root
     paths: list[tuple[int, ...]] = [()]
@@ -423,5 +400,5 @@ def _places(topology: Topology, depths: int, width: int) -> _Places:
         paths.append((*paths[parent], place))
     longest = max(map(len, paths))
     filled = [node for node, place in enumerate(tokens) if place != missing]
-    return _Places(tuple(tokens), tuple(place for path in paths for place in (*path, *[zero] * (longest - len(path)))),
-                   num_filled=1 + max(filled, default=0))
+    return (tuple(tokens), tuple(place for path in paths for place in (*path, *[zero] * (longest - len(path)))),
+            1 + max(filled, default=0))

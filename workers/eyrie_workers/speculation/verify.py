@@ -32,9 +32,6 @@ from eyrie_api.contract.engine import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.targets.device import upload
 
-# B rows, N nodes, V vocabulary
-
-
 NOT_FINITE = -2
 """In place of a token where the target's logits are NaN or infinite. No node of a tree has it."""
 
@@ -120,13 +117,8 @@ def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
     return AcceptedPath(nodes, emitted)
 
 
-# B rows, N nodes, T emitted tokens, V vocabulary, K alternatives
-
-
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities at the position of one emitted token."""
-
     logprob: float
     """Of the token itself."""
 

@@ -105,7 +105,10 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     ledger, block_ledger = open_ledger(Entry, stage, spec, LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = round_robin({
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
-    setting = measured_setting(spec)
+    tree, method = spec.benchmark.tree, "drafter" if spec.rival is None else spec.rival.method
+    # N-gram look-up continues one text: a chain of the same depth.
+    setting = Setting(tree=tree) if method != "ngram" else Setting(method="ngram", tree=DraftTreeShape(
+        num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))
     assert setting.tree is not None
     variant = drafted(setting.tree)
     variants = [UNDRAFTED, variant]
@@ -147,16 +150,6 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells"
                                f"{loads}, {'lossless' if report.lossless else 'NOT lossless'}")
     return _write_report(report, stage, [stage.out_dir / LEDGER, stage.out_dir / BLOCKS])
-
-
-def measured_setting(spec: BenchmarkStage) -> Setting:
-    """What is measured against no drafter: the drafter in the tree of the spec; n-gram look-up, which continues one
-    text, in a chain of the same depth."""
-    tree = spec.benchmark.tree
-    if spec.rival is None or spec.rival.method != "ngram":
-        return Setting(tree=tree)
-    return Setting(method="ngram", tree=DraftTreeShape(
-        num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))
 
 
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,

@@ -75,18 +75,11 @@ from eyrie_workers.data.rows import META, ROWS, AnsweredRow, read_meta, read_row
 from eyrie_workers.drafters.family import layers_of
 from eyrie_workers.drafters.published import layers_of_head
 from eyrie_workers.hidden_states.codecs import relative_error, zero_share
-from eyrie_workers.hidden_states.row_sources import row_sources_are_whole, write_row_sources
+from eyrie_workers.hidden_states.row_sources import read_row_sources, write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.hidden_states.store import EarlierStates, open_features
-from eyrie_workers.hidden_states.streaming import (
-    STREAM,
-    TOKENS,
-    TargetPass,
-    compute_pass,
-    plan_is_whole,
-    write_plan,
-)
+from eyrie_workers.hidden_states.streaming import STREAM, TOKENS, TargetPass, compute_pass, read_plan, write_plan
 from eyrie_workers.hidden_states.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.hidden_states.writer import is_whole as store_is_whole
 from eyrie_workers.machine import cpu_count
@@ -98,18 +91,11 @@ from eyrie_workers.speculation.engine import EngineStats, PhaseClock
 from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
 from eyrie_workers.stages.rank_program import run_ranks
-from eyrie_workers.targets import draft_vocabulary
+from eyrie_workers.targets import draft_vocabulary, state_source
 from eyrie_workers.targets.config import TargetConfig, choose_aux_layers, read_config, read_json
 from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
-from eyrie_workers.targets.state_source import (
-    LayerAgreement,
-    StateSource,
-    compare,
-    load_transformers_target,
-    open_source,
-    reference_states,
-)
+from eyrie_workers.targets.state_source import StateSource
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
@@ -210,7 +196,7 @@ class _Capture:
     fmt: StoreFormat
     source: StateSourceName
     opened: contextlib.ExitStack  # stops the server of the states, where there is one
-    checked: tuple[LayerAgreement, ...] = ()
+    checked: tuple[state_source.LayerAgreement, ...] = ()
     files: list[Path] = field(default_factory=list)
     size_bytes: int = 0
     shards: int = 0
@@ -294,18 +280,19 @@ class _Capture:
         samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                    for of, row in islice(kept, spec.capture.check_rows)]
         if self.source == "transformers":
-            own = load_transformers_target(self.path, spec.target.dtype)
+            own = state_source.load_transformers_target(self.path, spec.target.dtype)
             for tokens in samples:
                 own.verify(tokens)
             stage.event("LayersAgree", f"states and logits of {len(samples)} rows, as captured through transformers, "
                                        "are those that its model returns")
             return own
         # Their model is freed before ours is loaded: the device need not hold both.
-        theirs = reference_states(self.path, spec.target.dtype, samples, self.fmt.aux_layers, default_device())
+        theirs = state_source.reference_states(self.path, spec.target.dtype, samples, self.fmt.aux_layers,
+                                               default_device())
         stage.pause_point()
         target = self.open_target()
         ours = target.packed_states(samples, self.fmt.aux_layers)[0].cpu().split([len(tokens) for tokens in samples])
-        self.checked = compare(ours, theirs, self.fmt.aux_layers, spec.target.dtype)
+        self.checked = state_source.compare(ours, theirs, self.fmt.aux_layers, spec.target.dtype)
         worst = max(layer.error for layer in self.checked)
         nearest = min(layer.neighbour for layer in self.checked)
         stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
@@ -315,7 +302,7 @@ class _Capture:
     def open_target(self) -> StateSource:
         """The target, not compared."""
         if self.source != "sglang":
-            return open_source(self.source, self.spec.target)
+            return state_source.open_source(self.source, self.spec.target)
         tp_size = self.spec.engine.tp_size
         rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
         servers = ServerPlan("sglang", self.spec.target, rows, tp_size=tp_size,
@@ -402,7 +389,8 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         elif dist.is_main:
             states.write_stream_plan()
     tokens = sum(plan.lengths)
-    sources = write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]) if dist.is_main else None
+    if dist.is_main:
+        states.files.append(write_row_sources(stage.out_dir, [row.source_name for row in plan.rows]))
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
@@ -415,13 +403,17 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / states.seconds if states.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0),
-        states.files if sources is None else [*states.files, sources])
+        states.files)
 
 
 def is_whole(directory: Path) -> bool:
     """Whether a finished store without damage notes, or a plan, exists, and the sources of its rows are readable."""
     backend = open_backend(directory)
-    return (store_is_whole(directory) or plan_is_whole(backend)) and row_sources_are_whole(backend)
+    try:
+        read_row_sources(backend)
+        return store_is_whole(directory) or read_plan(backend) is not None
+    except ArtifactCorrupt:
+        return False
 
 
 def _fits_device(path: Path) -> bool:
@@ -475,7 +467,12 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
                     passed += lengths[at]
                     at += 1
                 else:
-                    batch = _next_pass(rows, at, earlier, spec.capture.batch_tokens)
+                    # Up to the first row that an earlier job may have: without earlier jobs, all passes are full.
+                    stop = at + 1
+                    while stop < len(rows) and not earlier.has_all([rows[stop].row_id]):
+                        stop += 1
+                    first = next(consecutive(lengths[at:stop], spec.capture.batch_tokens))
+                    batch = rows[at:at + first.stop]
                     clock = clock or PhaseClock(stats, target().device)
                     begin = clock.mark()
                     computed = compute_pass(target(), batch, fmt)
@@ -493,16 +490,6 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ca
         clock.settle(wait=True)
     work.prefill_s = stats.prefill_s
     return work
-
-
-def _next_pass(rows: Sequence[TokenRow], start: int, earlier: EarlierStates, batch_tokens: int) -> Sequence[TokenRow]:
-    """The rows of the next forward pass, from `start` to the first that an earlier job may have: without earlier jobs,
-    all passes are full."""
-    stop = start + 1
-    while stop < len(rows) and not earlier.has_all([rows[stop].row_id]):
-        stop += 1
-    first = next(consecutive([row.token_ids.numel() for row in rows[start:stop]], batch_tokens))
-    return rows[start:start + first.stop]
 
 
 def _codec_errors(computed: TargetPass, fmt: StoreFormat, stage: Stage) -> dict[str, float]:

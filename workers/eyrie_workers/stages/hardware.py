@@ -124,21 +124,14 @@ class StoredResult(Frozen):
 
     @classmethod
     def of(cls, measured: RequestResult) -> "StoredResult":
-        """Of a measured request."""
-        return cls(
-            category=measured.category, prompt_id=measured.prompt_id, repeat=measured.repeat, index=measured.index,
-            failure=measured.failure, tokens=measured.tokens, ttft_s=measured.ttft_s,
-            gaps_s=tuple(measured.gaps_s.tolist()), end_to_end_s=measured.end_to_end_s, histogram=measured.histogram,
-            proposed=measured.proposed, digest=measured.digest.hex(),
-            ids_digest=None if measured.ids_digest is None else measured.ids_digest.hex())
+        return cls.model_validate({name: getattr(measured, name) for name in cls.model_fields} | {
+            "gaps_s": tuple(measured.gaps_s.tolist()), "digest": measured.digest.hex(),
+            "ids_digest": None if measured.ids_digest is None else measured.ids_digest.hex()})
 
     def result(self) -> RequestResult:
-        """As it was measured."""
-        return RequestResult(
-            self.category, self.prompt_id, self.repeat, self.index, failure=self.failure, tokens=self.tokens,
-            ttft_s=self.ttft_s, gaps_s=np.array(self.gaps_s), end_to_end_s=self.end_to_end_s, histogram=self.histogram,
-            proposed=self.proposed, digest=bytes.fromhex(self.digest),
-            ids_digest=None if self.ids_digest is None else bytes.fromhex(self.ids_digest))
+        return RequestResult(**self.model_dump() | {
+            "gaps_s": np.array(self.gaps_s), "digest": bytes.fromhex(self.digest),
+            "ids_digest": None if self.ids_digest is None else bytes.fromhex(self.ids_digest)})
 
 
 class StoredLevel(Frozen):
@@ -153,7 +146,6 @@ class StoredLevel(Frozen):
 
 
 def write_results(path: Path, levels: Iterable[LevelResults]) -> None:
-    """Write the requests of a load test as a file."""
     stored = (StoredLevel(variant=of.variant, mode=of.level.mode, value=of.level.value, seconds=of.seconds,
                           cpu_s=of.cpu_s, results=tuple(map(StoredResult.of, of.results))) for of in levels)
     write_atomically(path, "".join(line.model_dump_json() + "\n" for line in stored))

@@ -58,8 +58,6 @@ class LayerScore:
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """Scores of the layers of a target."""
-
     embedding: float  # agreement of a probe of the embedding of token i + 1 alone
     alone: tuple[LayerScore, ...]  # each layer, the best first
     together: tuple[LayerScore, ...]  # the best of forward selection: one, two, three layers

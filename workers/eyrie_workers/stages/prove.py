@@ -49,34 +49,15 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import explain
-from eyrie_workers.measure.benchmark.session import (
-    REPORT,
-    Suites,
-    measuring,
-    open_ledger,
-    read_suites,
-    round_robin,
-)
+from eyrie_workers.measure.benchmark.session import REPORT, Suites, measuring, open_ledger, read_suites, round_robin
 from eyrie_workers.measure.benchmark.variants import first_difference
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import crossover
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
-from eyrie_workers.measure.parity import (
-    Served,
-    compare_answers,
-    report_without_answers,
-    request_answers,
-)
+from eyrie_workers.measure.parity import Served, compare_answers, report_without_answers, request_answers
 from eyrie_workers.measure.parity_reference import Reference, why_not_held
 from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
-from eyrie_workers.sglang.servers import (
-    DrafterUses,
-    ManagedServer,
-    ServerHistory,
-    ServerPlan,
-    ServerPool,
-    command_line,
-)
+from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -124,8 +105,6 @@ class CheckResult(Frozen):
 
 @dataclass(frozen=True)
 class _Check:
-    """One check of the servers."""
-
     name: str
     num_requests: int  # approximate; for the progress
     run: Callable[["Proof"], CheckResult]
@@ -166,7 +145,6 @@ class Proof:
         return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
 
     def report_progress(self, done: int, total: int, message: str) -> None:
-        """Report the progress of the running check, given by its own count."""
         share = min(1.0, done / max(1, total))
         self.stage.progress(self.done + round(self.current * share), self.total, "requests", message)
 
@@ -524,7 +502,6 @@ def _check_changed_prompt(proof: Proof) -> CheckResult:
 
 
 def describe_use(use: DrafterUse) -> str:
-    """A setting, and whether it follows the load."""
     return use.setting.label() + (" by load" if use.map is not None else "")
 
 

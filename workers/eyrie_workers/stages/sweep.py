@@ -42,17 +42,8 @@ import torch
 
 from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import DiskFull, EyrieError, report_error
+from eyrie_workers import stage_program
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.stage_program import (
-    INTERRUPTED_EXIT_CODE,
-    Interrupted,
-    OpenStage,
-    Result,
-    Stage,
-    end_on_full_disk,
-    open_stage,
-    stop_on_signals,
-)
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.targets.loading import resolve, target_digest
@@ -104,27 +95,24 @@ class CandidateGroup:
         num_steps = max(dist.gather(0 if longest is None else longest.trainer.schedule.num_steps))
         self._rungs, self._num_steps = rung_steps(num_steps, rungs), num_steps
         for run in runs.values():
-            run.evaluate_also_at(self._rungs)
+            run.evaluation_steps |= set(self._rungs)
 
     def train(self) -> None:
         """Train until every candidate has finished or failed. Raises Interrupted once each has saved its state."""
         for stop in (*self._rungs, self._num_steps):
-            self._train_to(stop)
+            # Until every candidate of this process has done `stop` steps, has finished or failed.
+            while active := self._active():
+                # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
+                step = min(run.trainer.counters.step for run in active.values())
+                if step >= stop:
+                    break
+                try:
+                    self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+                except EyrieError as error:  # of what the group shares: reading its batches
+                    # Not raised: the other processes wait for this one at the next rung.
+                    self.failed |= dict.fromkeys(active, error)
             if stop in self._rungs:
                 self._halve(stop)
-
-    def _train_to(self, stop: int) -> None:
-        """Train until every candidate of this process has done `stop` steps, has finished or failed."""
-        while active := self._active():
-            # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
-            step = min(run.trainer.counters.step for run in active.values())
-            if step >= stop:
-                return
-            try:
-                self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
-            except EyrieError as error:  # of what the group shares: reading its batches
-                # Not raised: the other processes wait for this one at the next rung.
-                self.failed |= dict.fromkeys(active, error)
 
     def _active(self) -> dict[str, TrainingRun]:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
@@ -174,19 +162,19 @@ class CandidateGroup:
             except EyrieError as error:
                 self.failed[name] = error
         # 3. Shared: evaluate the runs whose schedule asks for it.
-        due = {name: runs[name] for name in reports if runs[name].is_evaluated_at(step + 1)}
+        due = {name: runs[name] for name in reports if step + 1 in runs[name].evaluation_steps}
         evaluations = evaluate_together(due) if due else {}
         # 4. Each run exports and saves. Interrupted is raised after the last of them, so that every run has saved.
         interrupted = False
         for name, report in reports.items():
             try:
                 runs[name].after_step(report, evaluations.get(name))
-            except Interrupted:
+            except stage_program.Interrupted:
                 interrupted = True
             except EyrieError as error:
                 self.failed[name] = error
         if interrupted:
-            raise Interrupted
+            raise stage_program.Interrupted
 
 
 def shared_targets(objectives: Mapping[str, Objective[Any]], documents: PackedBatch,
@@ -227,15 +215,15 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
     program ran alone.
     """
     order = [str(directory.resolve()) for directory in directories]
-    stages = [Stage(Path(name)) for name in order[dist.rank::dist.size]]
-    opened: dict[str, OpenStage[TrainStage]] = {}
+    stages = [stage_program.Stage(Path(name)) for name in order[dist.rank::dist.size]]
+    opened: dict[str, stage_program.OpenStage[TrainStage]] = {}
     codes: dict[str, int] = {}
     try:
-        with stop_on_signals(*stages), ExitStack() as stack:
+        with stage_program.stop_on_signals(*stages), ExitStack() as stack:
             for stage in stages:
                 name = str(stage.out_dir)
                 try:
-                    candidate = stack.enter_context(open_stage(
+                    candidate = stack.enter_context(stage_program.open_stage(
                         TrainStage, stage, stage.out_dir / "spec.json", stage.out_dir / "manifest.json"))
                 except EyrieError as error:  # locked, or its spec is invalid: the other candidates are trained
                     codes[name] = report_error(error)
@@ -244,29 +232,29 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistCo
                         opened[name] = candidate
             for name, outcome in _train_all(opened, rungs, dist, order).items():
                 if isinstance(outcome, EyrieError):
-                    opened[name].fail(outcome)
+                    stage_program.write_failure(opened[name].stage, outcome)
                     codes[name] = report_error(outcome)
                 else:
                     opened[name].finish(outcome)
-    except Interrupted:  # each open stage has logged it
-        return INTERRUPTED_EXIT_CODE
+    except stage_program.Interrupted:  # each open stage has logged it
+        return stage_program.INTERRUPTED_EXIT_CODE
     except DiskFull as error:
-        return end_on_full_disk(error)
+        return stage_program.end_on_full_disk(error)
     # Every process ends with the same code, and only now: torchrun stops all as soon as one ends with another than 0.
     codes = {name: code for gathered in dist.gather(codes) for name, code in gathered.items()}
     return next((codes[name] for name in order if name in codes), 0)
 
 
-def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[float], dist: DistContext,
-               order: Sequence[str]) -> dict[str, Result | EyrieError]:
+def _train_all(opened: Mapping[str, stage_program.OpenStage[TrainStage]], rungs: Sequence[float], dist: DistContext,
+               order: Sequence[str]) -> dict[str, stage_program.Result | EyrieError]:
     """Train this process's candidates, one group after the other. Raises Interrupted."""
-    outcomes: dict[str, Result | EyrieError] = {}
+    outcomes: dict[str, stage_program.Result | EyrieError] = {}
     groups = {group_key(opened[names[0]].spec): names
               for names in group_candidates({name: candidate.spec for name, candidate in opened.items()})}
     targets = {key: opened[names[0]].spec.target for key, names in groups.items()}
     digest_once = cache(lambda target: target_digest(resolve(target)))
     # All processes go through all groups in the same order: they meet at each group's rungs.
-    for key, target in {key: target for found in dist.gather(targets) for key, target in found.items()}.items():
+    for key, target in {key: target for own in dist.gather(targets) for key, target in own.items()}.items():
         names = groups.get(key, ())
         try:  # on rank 0 alone, whether or not it has a candidate of this group
             digest = dist.on_main(partial(digest_once, target))

@@ -27,7 +27,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,28 +51,15 @@ from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.hidden_states.row_sources import read_row_sources
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.machine import cpu_count
-from eyrie_workers.stage_program import (
-    Result,
-    Stage,
-)
+from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batches import (
-    BatchLoader,
-    CutFeatures,
-    Features,
-    Schedule,
-    checkpoint_steps,
-    choose_rows,
-    cut_evenly,
-    open_features,
-    require_one_batch,
-    rows_by_source,
-)
+from eyrie_workers.training import batches
+from eyrie_workers.training.batches import Features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
@@ -89,7 +76,6 @@ _NO_PART_OF_THE_RESULT = ("threads", "trackers", "save_every_s", "save_every_ste
 
 
 def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
-    """Train a drafter on captured hidden states."""
     run = prepare(spec, stage, dist)
     run.run()
     return run.result()
@@ -106,21 +92,32 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     require_trackers(spec.train.trackers, os.environ)
     device = default_device()
     torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
-    path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
+    path, store = resolve(spec.target), features or batches.open_features(spec.store_dir, spec.target)
     # Rank 0 alone: eight processes would read the target eight times from one disk.
-    _check_origin(store, digest or dist.on_main(lambda: target_digest(path)), spec)
+    if store.format.target_digest != (digest or dist.on_main(lambda: target_digest(path))):
+        raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
+                       f"{spec.target.model!r}", "capture again from this target")
+    if store.num_rows == 0:
+        raise NoUsableData(f"the store in {spec.store_dir} holds no row", "give more conversations")
     config, family = read_config(path), family_named(spec.drafter.family)
     head = load_head(spec.drafter, family, path) if spec.drafter.init_from else None
     if head is not None:
         spec = spec.model_copy(update={"drafter": head.spec})
-    given, spec = spec, _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
+    # Defaults of the family and of the hardware, for the fields that the spec leaves unset.
+    given, train_spec = spec, with_tokens(spec.train, dist.size if device.type == "cuda" else 0)
+    if train_spec.learning_rate is None:
+        train_spec = train_spec.model_copy(update={"learning_rate": family.learning_rate})
+    drafter_spec = spec.drafter
+    if drafter_spec.max_draft_tokens is None:
+        drafter_spec = drafter_spec.model_copy(update={"max_draft_tokens": train_spec.ttt_length})
+    spec = spec.model_copy(update={"train": train_spec, "drafter": drafter_spec})
     fused = (head.layers if head is not None else None) or spec.drafter.aux_layers or store.format.chosen_layers
     layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
     sources = read_row_sources(open_backend(spec.store_dir), store.num_rows)
-    train_rows, held_out = choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
+    train_rows, held_out = batches.choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
     step_tokens = tokens_per_step(spec.train)
-    require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
+    batches.require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary,
                                                       kept=head.vocabulary if head is not None else None)
@@ -135,22 +132,28 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     if device.type == "cuda":
         spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist,
                            is_open=given.train.max_tokens_per_gpu is None)
-    store = _cut_rows(store, spec, stage)
+    # Rows are cut to what one process computes at a time.
+    most = spec.train.max_tokens_per_gpu
+    if most is not None and max(store.lengths, default=0) > most:
+        store = cut = batches.CutFeatures(store, most)
+        stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
+                    f"the {cut.tokens_left_out} tokens behind it are not trained on", warning=True)
     lengths = store.lengths
-    of_sources = rows_by_source(sources, train_rows, lengths)
+    of_sources = batches.rows_by_source(sources, train_rows, lengths)
     if spec.rows is not None:
         parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
         stage.event("RowsDrawn", f"trains on {len(train_rows)} of {store.num_rows - len(held_out)} captured rows, with "
                                  f"the shares of data.mix: {parts}")
-    schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
+    schedule = batches.Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed,
+                                spec.train.max_steps)
     drafter.to(device)
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
+    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
-    cuts = cut_evenly([lengths[row] for row in evaluation_rows],
-                      min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
+    cuts = batches.cut_evenly([lengths[row] for row in evaluation_rows],
+                              min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
     used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
@@ -158,15 +161,19 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                                 / schedule.num_steps_of_epochs),
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[dist.rank::dist.size]),
-               columns=columns, embeddings=embeddings,
-               vocabulary=vocabulary_report, aux_layers=layers,
+               columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
                data=DataIdentity(store_digest=store.digest, rows=len(used), tokens=sum(used), longest_row=max(used)),
-               sources=of_sources,
-               num_rows=len(train_rows),
+               sources=of_sources, num_rows=len(train_rows),
                init_digest=head.digest if head is not None else None)
     run.resume()
-    run.start_trackers()
+    if dist.is_main and spec.train.trackers:
+        # The same for a resumed run, and for no other: the digest is that of its state.
+        key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{run.digest}".encode()).removeprefix("sha256:")[:16]
+        run.trackers = Trackers(
+            spec.train.trackers, stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
+            resumed_from=run.resumed_from, settings={
+                "family": family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
     return run
 
 
@@ -188,7 +195,7 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
 def _fit_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Module, embeddings: TargetEmbeddings,
                 store: Features, dtype: torch.dtype, dist: DistContext, *, is_open: bool) -> TrainStage:
     """The spec with as many tokens at a time as a GPU of rank 0's size holds, where the job leaves them open: by its
-    size, not by what is free of it, so that a resumed training computes the same. Raises GpuTooSmall when a step needs
+    size, not by what is free of it, so that a resumed run computes the same. Raises GpuTooSmall when a step needs
     more than the GPU has free. The target's two matrices are on it."""
     if family.trained is None:
         return spec
@@ -207,27 +214,6 @@ def _fit_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Modu
     return spec.model_copy(update={"train": training.train})
 
 
-def _cut_rows(store: Features, spec: TrainStage, stage: Stage) -> Features:
-    """The store with rows cut to what one process computes at a time."""
-    most = spec.train.max_tokens_per_gpu
-    if most is None or max(store.lengths, default=0) <= most:
-        return store
-    cut = CutFeatures(store, most)
-    stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: the "
-                           f"{cut.tokens_left_out} tokens behind it are not trained on", warning=True)
-    return cut
-
-
-def _resolve_defaults(spec: TrainStage, family: FamilyImplementation, num_gpus: int) -> TrainStage:
-    """The spec with the defaults of the family and of the hardware for the fields it leaves unset."""
-    train, drafter = with_tokens(spec.train, num_gpus), spec.drafter
-    if train.learning_rate is None:
-        train = train.model_copy(update={"learning_rate": family.learning_rate})
-    if drafter.max_draft_tokens is None:
-        drafter = drafter.model_copy(update={"max_draft_tokens": train.ttt_length})
-    return spec.model_copy(update={"train": train, "drafter": drafter})
-
-
 def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tuple[int, ...]:
     """Positions of a family's layers among the store's. Raises Conflict when one was not captured."""
     held = store.format.aux_layers
@@ -237,14 +223,6 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
                        f"{spec.drafter.family!r} reads {missing} too",
                        f"capture again with {spec.drafter.family!r} among the families and with these layers")
     return tuple(held.index(layer) for layer in layers)
-
-
-def _check_origin(store: Features, digest: str, spec: TrainStage) -> None:
-    if store.format.target_digest != digest:
-        raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
-                       f"{spec.target.model!r}", "capture again from this target")
-    if store.num_rows == 0:
-        raise NoUsableData(f"the store in {spec.store_dir} holds no row", "give more conversations")
 
 
 def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Sequence[int], config: TargetConfig,
@@ -341,15 +319,15 @@ class TrainingRun:
         """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
-        self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
-        self._evaluations = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
+        self._exports = set(batches.checkpoint_steps(num_steps, train.num_checkpoints))
+        self.evaluation_steps = set(batches.checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._state_writer = StateWriter(self._state_file)
         self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_flops(self.dtype, next(self.drafter.parameters()).device)
-        self._trackers: Trackers | None = None
+        self.trackers: Trackers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -362,19 +340,18 @@ class TrainingRun:
         return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._dist.size)
 
     def resume(self) -> None:
-        """Resume from the saved state if there is one."""
         notes: dict[str, Any] | None = None
         moments: Moments = [{} for _ in trainable_parameters(self.drafter)]
         if self._dist.is_main:
-            found = load_state(self._state_file, self.drafter, self.digest)
-            if found is not None:
-                self.trainer.counters, notes, moments = found
+            saved = load_state(self._state_file, self.drafter, self.digest)
+            if saved is not None:
+                self.trainer.counters, notes, moments = saved
                 # Checkpoints of an earlier run go into the manifest, which would give damaged ones a digest.
                 for report in map(CheckpointReport.model_validate, notes["checkpoints"]):
                     directory = self.stage.out_dir / report.path
                     if digest_directory(directory) != report.digest:
                         raise ArtifactCorrupt(f"{directory} differs from the checkpoint that was written there",
-                                              "delete the training's directory and retry the job: it trains again")
+                                              "delete the train stage's directory and retry the job: it trains again")
         # Rank 0 alone reads the state file; the others receive its contents.
         notes = self._dist.broadcast(notes)
         if notes is None:
@@ -387,17 +364,6 @@ class TrainingRun:
         self.speedups = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
-
-    def start_trackers(self) -> None:
-        """Send what is recorded to the trackers of the spec. Call it after `resume`."""
-        spec = self.spec
-        if self._dist.is_main and spec.train.trackers:
-            # The same for a resumed training, and for no other: the digest is that of its state.
-            key = digest_bytes(f"{spec.job_id}/{spec.candidate}/{self.digest}".encode()).removeprefix("sha256:")[:16]
-            self._trackers = Trackers(
-                spec.train.trackers, self.stage, key=key, job_id=spec.job_id, candidate=spec.candidate,
-                resumed_from=self.resumed_from, settings={
-                    "family": self.family.name, "target": spec.target.model, **spec.train.model_dump(mode="json")})
 
     @property
     def finished(self) -> bool:
@@ -417,14 +383,8 @@ class TrainingRun:
         try:
             self._state_writer.close()
         finally:
-            if self._trackers is not None:
-                self._trackers.close(finished=self.finished)
-
-    def evaluate_also_at(self, steps: Iterable[int]) -> None:
-        self._evaluations |= set(steps)
-
-    def is_evaluated_at(self, step: int) -> bool:
-        return step in self._evaluations
+            if self.trackers is not None:
+                self.trackers.close(finished=self.finished)
 
     def stop_early(self, why: str) -> None:
         """Make the step just done the last: export a checkpoint, save."""
@@ -442,7 +402,7 @@ class TrainingRun:
         """
         trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
         self._log(report)
-        if self.is_evaluated_at(report.step):
+        if report.step in self.evaluation_steps:
             self._after_evaluation(report, evaluation or self._evaluate())
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         # So is the step at which the state is saved, by the clock of rank 0.
@@ -491,25 +451,30 @@ class TrainingRun:
             self.stage.metric(f"acceptance/{index}", report.step, acceptance)
         self.stage.metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
         self.stage.metric("evaluation_loss", report.step, evaluation.loss)
-        self._consider_stopping(evaluation.theoretical_speedup, report.step)
-        if self._dist.is_main and (report.step in self._exports or self.stopped_early):
-            self._export(report.step, report.epoch, evaluation)
-
-    def _consider_stopping(self, speedup: float, step: int) -> None:
-        self.speedups[step] = speedup
-        patience = self.spec.train.early_stop_patience
-        better = speedup > self.best
+        speedup, patience = evaluation.theoretical_speedup, self.spec.train.early_stop_patience
+        self.speedups[report.step] = speedup
+        self.evaluations_since_best = 0 if speedup > self.best else self.evaluations_since_best + 1
         self.best = max(self.best, speedup)
-        self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
         if patience is not None and self.evaluations_since_best >= patience and not self.trainer.finished:
             self.stopped_early = True
-            self.stage.event("StoppedEarly", f"no evaluation since step {step} was better than {self.best:.2f}: "
+            self.stage.event("StoppedEarly", f"no evaluation since step {report.step} was better than {self.best:.2f}: "
                                              f"{patience} in a row")
+        if self._dist.is_main and (report.step in self._exports or self.stopped_early):
+            self._export(report.step, report.epoch, evaluation)
 
     def _export(self, step: int, epoch: float, evaluation: Evaluation) -> None:
         name = f"{self.spec.candidate}-step-{step}"
         directory = self.stage.out_dir / "checkpoints" / name
-        self.family.save(directory, self.drafter, self.spec.target.dtype, self._card(step, epoch))
+        # No clock and no path on the card: the same run writes the same bytes.
+        card = Card(
+            family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
+            drafter=self.spec.drafter.model_copy(update={  # a path; the digest names it
+                "init_from": None, "init_revision": None}),
+            init_digest=self.init_digest, aux_layers=self.aux_layers,
+            train=self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT)), step=step,
+            epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
+            draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
+        self.family.save(directory, self.drafter, self.spec.target.dtype, card)
         self.reports.append(CheckpointReport(
             name=name, candidate=self.spec.candidate, step=step, path=f"checkpoints/{name}",
             digest=digest_directory(directory), epoch=epoch, loss=evaluation.loss,
@@ -533,16 +498,6 @@ class TrainingRun:
                 processes=trainer.dist.size, stopped_early=self.stopped_early, rows=self.num_rows,
                 sources=self.sources, init_from=self.spec.drafter.init_from, init_digest=self.init_digest),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
-
-    def _card(self, step: int, epoch: float) -> Card:
-        """A checkpoint's card. It holds no clock and no path: the same run writes the same bytes."""
-        settings = self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT))
-        return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
-                    drafter=self.spec.drafter.model_copy(update={  # a path; the digest names it
-                        "init_from": None, "init_revision": None}),
-                    init_digest=self.init_digest, aux_layers=self.aux_layers, train=settings, step=step,
-                    epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
-                    draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
 
 
 if __name__ == "__main__":

@@ -65,18 +65,9 @@ from eyrie_workers.measure.benchmark.session import (
 )
 from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
 from eyrie_workers.measure.intervals import acceptance_length, add_histograms
+from eyrie_workers.measure.tuner import operating
 from eyrie_workers.measure.tuner import profile as profiling
 from eyrie_workers.measure.tuner.anchors import anchors
-from eyrie_workers.measure.tuner.operating import (
-    between,
-    compile_map,
-    depth_against_width,
-    draw,
-    even_shares,
-    possible_settings,
-    predicted_point,
-    with_block,
-)
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.profile import TuningProfile
 from eyrie_workers.measure.tuner.race import MeasuredSetting, Race, always_raced, within_budget
@@ -295,11 +286,11 @@ def described(report: TuneReport) -> str:
 def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]:
     """Tune one drafter; returns its report and the files of the measurement."""
     started = time.monotonic()
-    settings = possible_settings(spec.tune)
+    settings = operating.possible_settings(spec.tune)
     if spec.engine.kind == "sglang":
         drafter = read_drafter(spec.drafter_dir, read_json(Path(spec.drafter_dir) / "config.json"))
         if drafter.block_size is not None:
-            settings = with_block(settings, drafter.block_size)
+            settings = operating.with_block(settings, drafter.block_size)
     if not any(setting.method == "drafter" for setting in settings):
         raise InvalidInput("tune: no combination of num_steps, top_k and num_draft_tokens is possible",
                            "add 1 to tune.top_k (chains), or raise tune.num_draft_tokens above num_steps")
@@ -328,20 +319,27 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         measured = measure_units(session, units, variants, final_ledger, stage)
         final = benchmark_report(session, spec, [entry for _, entry in measured],
                                  report_cells(session, measured, variants[1]), time.monotonic() - began_final)
+    # Whether the final figures are from prompts that also chose the setting.
+    used = {(prompt.suite, prompt.id) for prompt in [*prompts.probed, *prompts.raced]}
+    last = {(prompt.suite, prompt.id) for chosen in prompts.final.values() for prompt in chosen}
+    again = len(used & last)
+    source = f"The final figures are from {len(last)} prompts" + (
+        f", of which {again} were also used to choose the setting (the suites have no more), which flatters them."
+        if again else " the tuner had not used.")
     return TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
         winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
-        draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final, engine=final.engine,
+        draft_times=profile.draft_times, finding=f"{map_.finding} {source}", final=final, engine=final.engine,
         environment=environment(session.dtype), seconds=time.monotonic() - started), [
             stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 
 
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
     """Prompts to predict from, to race on, and for the final measurement."""
-    shares = even_shares(2 * spec.tune.max_prompts, len(spec.benchmark.suites))
-    drawn = {suite.name: draw(suites[suite.name], suite.max_prompts, share)
+    shares = operating.even_shares(2 * spec.tune.max_prompts, len(spec.benchmark.suites))
+    drawn = {suite.name: operating.draw(suites[suite.name], suite.max_prompts, share)
              for suite, share in zip(spec.benchmark.suites, shares, strict=True)}
     order = [prompt for _, prompt in round_robin({name: grid for name, (grid, _) in drawn.items() if grid})]
     half = (len(order) + 1) // 2
@@ -412,22 +410,12 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
             speedup_interval=chosen.speedup_interval, tokens_per_s=chosen.measured_tokens_per_s or 0.0, measured=True))
         trials += of_race
     tried = list({setting: None for race in races.values() for setting in race.blocks})
-    points += [predicted_point(tuning.profile.predictions(concurrency), tried) for concurrency in between([*races])]
+    points += [operating.predicted_point(tuning.profile.predictions(concurrency), tried)
+               for concurrency in operating.between([*races])]
     lowest = min(races)
-    shape = depth_against_width(list(races[lowest].predictions.values()))
+    shape = operating.depth_against_width(list(races[lowest].predictions.values()))
     remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
-    return compile_map(points, trials, seconds, remark), tuple(trials)
-
-
-def _source(prompts: Prompts) -> str:
-    """A sentence on the prompts of the final figures."""
-    used = {(p.suite, p.id) for p in [*prompts.probed, *prompts.raced]}
-    final = {(p.suite, p.id) for of in prompts.final.values() for p in of}
-    again = len(used & final)
-    if not again:
-        return f"The final figures are from {len(final)} prompts the tuner had not used."
-    return (f"The final figures are from {len(final)} prompts, of which {again} were also used to choose the setting "
-            "(the suites have no more), which flatters them.")
+    return operating.compile_map(points, trials, seconds, remark), tuple(trials)
 
 
 if __name__ == "__main__":

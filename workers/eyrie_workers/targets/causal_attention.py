@@ -106,13 +106,11 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     def blocks(x: Tensor) -> Tensor:  # [T, ., E] -> [B, W, ., E], zeros at the end
         return F.pad(x, (0, 0, 0, 0, 0, num_blocks * window - length)).unflatten(0, (num_blocks, window))
 
-    def with_earlier(x_BWGE: Tensor) -> Tensor:  # block b behind block b - 1
-        return torch.cat([x_BWGE[:-1], x_BWGE[1:]], dim=1)
-
     q_BWQE, k_BWGE, v_BWGE = blocks(q), blocks(k), blocks(v)
     # Of query i, which stands at W + i among the keys of its block. Padding is later than every query of the text.
     ages = torch.arange(window, 2 * window, device=q.device)[:, None] - torch.arange(2 * window, device=q.device)
-    later = _attend(q_BWQE[1:], with_earlier(k_BWGE), with_earlier(v_BWGE), (ages >= 0) & (ages < window))
+    keys, values = (torch.cat([x[:-1], x[1:]], dim=1) for x in (k_BWGE, v_BWGE))  # block b behind block b - 1
+    later = _attend(q_BWQE[1:], keys, values, (ages >= 0) & (ages < window))
     # The first block has nothing before it: causal alone.
     first = _attend(q_BWQE[:1], k_BWGE[:1], v_BWGE[:1], None)
     return torch.cat([first, later]).flatten(0, 1)[:length].flatten(1)

@@ -13,10 +13,9 @@ Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_th
 Aux layers. EAGLE-3 (arXiv:2503.01840, section 3.1) fuses a low, a middle and a high layer. Indices are Hugging Face
 `hidden_states` indices: 0 is the embedding, i + 1 the output of layer i, num_layers the state after the final norm. The
 default (2, num_layers // 2, num_layers - 3) is what SGLang captures for a target without a list of its own. On hybrid
-targets most layers see only a window or a recurrent state; the output of such a layer holds little about distant
-context. There each choice moves to the nearest full-attention layer's output, as the seed on training a drafter for a
-hybrid target found necessary. The last layer is left out: serving engines capture the input of the next layer, and the
-last layer has none.
+targets most layers see only a window or a recurrent state, and their outputs hold little about distant context: there
+each choice moves to the nearest full-attention layer's output. The last layer is left out: serving engines capture the
+input of the next layer, and the last layer has none.
 """
 
 import json
@@ -74,19 +73,14 @@ class RopeConfig:
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
         if self.kind == "yarn":
-            low, high = self._interpolated_range(head_dim)
-            shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(head_dim // 2)]
+            # The indices between which frequencies are interpolated, rounded outwards.
+            first, last = (head_dim * math.log(self.original_max_position / (turns * 2 * math.pi))
+                           / (2 * math.log(self.theta)) for turns in (self.beta_fast, self.beta_slow))
+            low, high = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            width = high - low or 0.001
+            shares = [min(max((i - low) / width, 0.0), 1.0) for i in range(head_dim // 2)]
             return [f * (share / self.factor + 1.0 - share) for f, share in zip(plain, shares, strict=True)]
         return [self._scaled(frequency) for frequency in plain]
-
-    def _interpolated_range(self, head_dim: int) -> tuple[float, float]:
-        """yarn: the indices between which frequencies are interpolated, rounded outwards."""
-        def index(turns: float) -> float:
-            return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        low = max(math.floor(index(self.beta_fast)), 0)
-        high = min(math.ceil(index(self.beta_slow)), head_dim - 1)
-        return low, high if high != low else high + 0.001
 
     def _scaled(self, frequency: float) -> float:
         waves = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
@@ -190,15 +184,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(directory: Path) -> TargetConfig:
     """The config of the model in `directory`, of any architecture; `generation_config.json` adds end tokens when it is
     there. Raises UnsupportedTarget when a size is missing."""
-    return describe_config(*_read_files(directory))
+    return describe_config(*read_config_files(directory))
 
 
-def read_reference_config(directory: Path) -> TargetConfig:
-    """`read_config` for the reference forward pass. Raises UnsupportedTarget for what it cannot compute."""
-    return parse_config(*_read_files(directory))
-
-
-def _read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`config.json` and `generation_config.json` of a directory, the second empty where there is none."""
     generation = directory / "generation_config.json"
     return read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
 
@@ -222,26 +212,22 @@ def describe_config(data: Mapping[str, Any], generation: Mapping[str, Any] | Non
         num_heads = num_kv_heads = hidden // head_dim
     scale, soft_cap = logit_transform(text)
     types = text.get("layer_types")
+    # The rope of full-attention layers, unscaled where its scaling is not one of `RopeConfig`.
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = scaling.get(FULL) or scaling
+    rope = _rope(text, scaling) if rope_type(scaling) in UNSCALED_OR_LINEAR else RopeConfig(
+        theta=float(scaling.get("rope_theta") or text.get("rope_theta") or RopeConfig.theta))
     return TargetConfig(
         family=str(text.get("model_type", "")), hidden_size=hidden, num_layers=num_layers, num_heads=num_heads,
         num_kv_heads=int(num_kv_heads or num_heads), head_dim=head_dim,
         intermediate_size=int(text.get("intermediate_size") or 4 * hidden), vocab_size=int(text["vocab_size"]),
-        rms_eps=float(next((text[name] for name in _EPSILONS if text.get(name)), 1e-6)), rope=_known_rope(text),
+        rms_eps=float(next((text[name] for name in _EPSILONS if text.get(name)), 1e-6)), rope=rope,
         max_position_embeddings=int(text.get("max_position_embeddings") or 2048),
         tie_word_embeddings=has_tied_embeddings(text), qk_norm=False, attention_bias=False,
         output_bias=False, mlp_bias=False,
         layer_types=tuple(map(str, types)) if isinstance(types, list) and len(types) == num_layers
         else (FULL,) * num_layers,
         sliding_window=None, eos_token_ids=_eos(text, generation or {}), logit_scale=scale, logit_soft_cap=soft_cap)
-
-
-def _known_rope(text: Mapping[str, Any]) -> RopeConfig:
-    """The rope of full-attention layers, unscaled where its scaling is not one of `RopeConfig`."""
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    scaling = scaling.get(FULL) or scaling
-    if rope_type(scaling) in UNSCALED_OR_LINEAR:
-        return _rope(text, scaling)
-    return RopeConfig(theta=float(scaling.get("rope_theta") or text.get("rope_theta") or RopeConfig.theta))
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
@@ -349,7 +335,15 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
     Raises InvalidInput when an override is empty, out of 0..num_layers, repeated or not ascending.
     """
     if override is not None:
-        return FusedLayers(_validated(num_layers, tuple(override)), "given by the spec")
+        hint = f"give distinct ascending indices between 0 (embeddings) and {num_layers} (after the final norm)"
+        if not override:
+            raise InvalidInput("capture.aux_layers is empty", hint)
+        outside = [index for index in override if not 0 <= index <= num_layers]
+        if outside:
+            raise InvalidInput(f"capture.aux_layers {outside} are outside the target's {num_layers} layers", hint)
+        if list(override) != sorted(set(override)):
+            raise InvalidInput(f"capture.aux_layers {list(override)} are not distinct and ascending", hint)
+        return FusedLayers(tuple(override), "given by the spec")
     default = default_aux_layers(num_layers)
     if layer_types is None or all(kind == FULL for kind in layer_types):
         return FusedLayers(default, f"low, middle and high of {num_layers} layers, all with full attention")
@@ -357,32 +351,15 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
     if len(outputs) < 2:  # with a single state SGLang would skip the drafter's fc
         return FusedLayers(default, f"low, middle and high of {num_layers} layers; before the last, "
                                     f"{len(outputs)} has full attention")
-    moved = _nearest_distinct(default, outputs)
+    # For each default the nearest output not yet taken, the lower on a tie.
+    free, taken = list(outputs), []
+    for index in default[:len(outputs)]:
+        taken.append(min(free, key=lambda candidate: (abs(candidate - index), candidate)))
+        free.remove(taken[-1])
+    moved = tuple(sorted(taken))
     kinds = ", ".join(sorted(set(layer_types) - {FULL}))
     return FusedLayers(moved, f"hybrid target ({layer_types.count(FULL)} of {num_layers} layers have full "
                               f"attention, the others {kinds}): {list(default)} moved to the outputs of "
                               f"full-attention layers {list(moved)}")
 
 
-def _nearest_distinct(wanted: Sequence[int], available: Sequence[int]) -> tuple[int, ...]:
-    """For each wanted index the nearest available one not yet taken (the lower on a tie), ascending."""
-    free = list(available)
-    taken: list[int] = []
-    for index in wanted:
-        if free:
-            nearest = min(free, key=lambda candidate: (abs(candidate - index), candidate))
-            free.remove(nearest)
-            taken.append(nearest)
-    return tuple(sorted(taken))
-
-
-def _validated(num_layers: int, override: tuple[int, ...]) -> tuple[int, ...]:
-    hint = f"give distinct ascending indices between 0 (embeddings) and {num_layers} (after the final norm)"
-    if not override:
-        raise InvalidInput("capture.aux_layers is empty", hint)
-    outside = [index for index in override if not 0 <= index <= num_layers]
-    if outside:
-        raise InvalidInput(f"capture.aux_layers {outside} are outside the target's {num_layers} layers", hint)
-    if list(override) != sorted(set(override)):
-        raise InvalidInput(f"capture.aux_layers {list(override)} are not distinct and ascending", hint)
-    return override

@@ -11,8 +11,8 @@ LOCAL_RANK. `default_device` also makes the GPU the current one of the process: 
 creates contexts and streams, on the current GPU and not on the one that holds the tensors. It also turns cuDNN's
 attention off in the process.
 
-EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
-`capture.mode: stream` devices of its own.
+EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target devices of its own
+where `capture.mode` is `stream`.
 
 `upload`: a copy from ordinary (pageable) memory makes the host wait until the GPU has finished all earlier work, so a
 round that uploads an index per draft step waits per draft step. Copies from pinned memory are queued like kernels.
@@ -20,6 +20,7 @@ Indices of a round are therefore uploaded together where they are known together
 arithmetic suffices.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -105,17 +106,12 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    known = [free for free in (_available(Path("/proc/meminfo")), _left_of_limit(Path("/sys/fs/cgroup")))
-             if free is not None]
+    left = _left_of_limit(Path("/sys/fs/cgroup"))
+    known = [] if left is None else [left]
+    with contextlib.suppress(OSError):
+        known += [int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines()
+                  if line.startswith("MemAvailable:")]
     return min(known, default=None)
-
-
-def _available(meminfo: Path) -> int | None:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _left_of_limit(group: Path) -> int | None:
@@ -129,7 +125,8 @@ def _left_of_limit(group: Path) -> int | None:
 
 
 def target_device() -> torch.device | None:
-    """The device of a target that computes states for a training (`hidden_states.streaming`); None: this process's own.
+    """The device of a target that computes states while a drafter trains (`hidden_states.streaming`); None: this
+    process's own.
 
     Raises InvalidInput when EYRIE_TARGET_DEVICE names what this machine does not have.
     """

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,14 +29,15 @@ from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
 from eyrie_workers.machine import cpu_count
-from eyrie_workers.targets.config import read_json, read_reference_config
+from eyrie_workers.targets.config import parse_config, read_config_files, read_json
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.model_cache import (
+    DEFAULT_REVISION,
     WANTED_FILES,
     cache_of_this_pod,
+    cached_snapshot,
     recorded_digests,
-    require_cached,
 )
 
 QUICKSTART = "quickstart"
@@ -71,9 +72,15 @@ def resolve(spec: TargetSpec) -> Path:
         raise TargetNotFound(f"target.model {spec.model!r} is not a directory",
                              "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
     cache = cache_of_this_pod()
-    if cache is not None:
-        return require_cached(cache, spec)
-    return fetch_snapshot("target.model", spec.model, spec.revision)
+    if cache is None:
+        return fetch_snapshot("target.model", spec.model, spec.revision)
+    snapshot = cached_snapshot(cache, spec)
+    if snapshot is None:  # a stage downloads no target beside the cache
+        raise TargetNotFound(
+            f"target.model {spec.model!r} (revision {spec.revision or DEFAULT_REVISION}) is not in the model cache "
+            f"{cache}", "retry the job: its first task fills the cache; a cache on the nodes' own disks has to be "
+            "filled on each node")
+    return snapshot
 
 
 def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
@@ -99,7 +106,7 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
     that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
     """
-    config, device = read_reference_config(path), device or default_device()
+    config, device = parse_config(*read_config_files(path)), device or default_device()
     require_memory(str(device), weight_bytes(path, dtype), free_bytes(device), dtype)
     try:
         return TargetModel(config, CheckpointTensors(path, DTYPES[dtype], device), path)
@@ -144,8 +151,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
     page cache.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Open the files. Raises ArtifactCorrupt, UnsupportedTarget."""
+    def __init__(self, path: Path, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Open the files. dtype None: each as it is stored. Raises ArtifactCorrupt, UnsupportedTarget."""
         self._dtype, self._device = dtype, device
         self._files: dict[str, tuple[Path, safe_open]] = {}
         for file in weight_files(path):
@@ -158,7 +165,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         file, handle = self._files[name]
         with _readable(file):
             tensor: Tensor = handle.get_tensor(name)
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(device=self._device, dtype=self._dtype)
 
     def __contains__(self, name: object) -> bool:
         """Without reading it, as the mixin's method would."""
@@ -169,6 +176,13 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def stored_tensors(file: Path, wanted: Callable[[str], bool] = lambda _name: True) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file whose names are wanted, one by one, on the CPU. Raises ArtifactCorrupt."""
+    with _readable(file), safe_open(file, framework="pt") as handle:
+        for name in filter(wanted, handle.keys()):
+            yield name, handle.get_tensor(name)
 
 
 @contextmanager
@@ -223,8 +237,6 @@ _SETTLED_S = 2.0
 
 
 class KnownDigest(Frozen):
-    """A file as it was when its digest was computed."""
-
     path: str
     identity: tuple[int, int, int, int, int]
     """Device, inode, bytes, nanoseconds of the modification and of the change."""
@@ -237,7 +249,7 @@ def known_digest(path: Path) -> Digest:
     file = path.resolve()
     before, home = _identity(file), os.environ.get("HOME")
     caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    # A user without a home has none: a directory that others may write is none to believe.
+    # A user without a home has no record: one in a directory that others may write cannot be trusted.
     if before[2] < _LARGE or not caches:
         return digest_file(file)
     directory = Path(caches, "eyrie", "digests")

@@ -89,7 +89,9 @@ class TargetModel:
         self._head = Linear(self.lm_head_weight if head else self.lm_head_weight[:1])
         self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
         self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
-        ropes = [_rope_of(config, index) for index in range(config.num_layers)]
+        ropes = [None if index in config.unrotated_layers else
+                 config.full_rope if config.full_rope is not None and config.layer_types[index] == FULL else config.rope
+                 for index in range(config.num_layers)]
         distinct = tuple(dict.fromkeys(ropes))
         self._rope_of_layer = [distinct.index(rope) for rope in ropes]
         self._ropes = [_lengths_and_frequencies(config, rope).to(self.device) for rope in distinct]
@@ -193,14 +195,6 @@ class TargetModel:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
 
 
-def _rope_of(config: TargetConfig, layer: int) -> RopeConfig | None:
-    if layer in config.unrotated_layers:
-        return None
-    if config.full_rope is not None and config.layer_types[layer] == FULL:
-        return config.full_rope
-    return config.rope
-
-
 def _lengths_and_frequencies(config: TargetConfig, rope: RopeConfig | None) -> Tensor:
     """Of the rotations of queries and keys, [2, E / 2] float64; elements that are not rotated have frequency 0."""
     scale = config.attention_scale or config.head_dim ** -0.5
@@ -229,9 +223,6 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     def get(name: str) -> Tensor:
         return weights[f"model.layers.{index}.{name}"]
 
-    def paired(name: str) -> Tensor:
-        return together(get(name))
-
     def together(rows: Tensor) -> Tensor:
         return pairs_together(rows, config.head_dim, config.rotary_size)
 
@@ -243,7 +234,7 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
         q, k, v = (get(attention.format(name, "weight")) for name in "qkv")
     qkv = torch.cat([together(q), together(k), v])
     del q, k, v
-    qkv_bias = torch.cat([paired(attention.format("q", "bias")), paired(attention.format("k", "bias")),
+    qkv_bias = torch.cat([together(get(attention.format("q", "bias"))), together(get(attention.format("k", "bias"))),
                           get(attention.format("v", "bias"))]) if config.attention_bias else None
     fold = qkv.dtype == torch.float32 and not config.post_norm
     input_norm = None if config.post_norm else get("input_layernorm.weight")
@@ -252,25 +243,21 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     mlp_norm = get("post_feedforward_layernorm.weight") if config.post_norm else after_attention
     head_norm = None
     if config.qk_norm or config.post_norm:
-        head_norm = torch.cat([paired(f"self_attn.{name}_norm.weight").view(-1, config.head_dim).expand(heads, -1)
-                               for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))])
+        norms = [together(get(f"self_attn.{name}_norm.weight")).view(-1, config.head_dim) for name in "qk"]
+        head_norm = torch.cat([norm.expand(heads, -1) for norm, heads in zip(
+            norms, (config.num_heads, config.num_kv_heads), strict=True)])
     # In place: the concatenations are this layer's own.
     qkv_linear = Linear(qkv.mul_(input_norm) if fold and input_norm is not None else qkv, qkv_bias)
     del qkv  # where the weight is packed this was a copy, freed before the MLP is read
     gate_up = torch.cat([get(mlp.format(name, "weight"))
                          for name in (("gate_up",) if config.fused_projections else ("gate", "up"))])
-    gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
-        if config.mlp_bias else None
+    gate_up_bias = torch.cat([get(mlp.format(name, "bias")) for name in ("gate", "up")]) if config.mlp_bias else None
     gate_up_linear = Linear(gate_up.mul_(mlp_norm) if fold else gate_up, gate_up_bias)
     del gate_up
     return _Layer(
-        input_norm=None if fold else input_norm,
-        qkv=qkv_linear,
-        head_norm=head_norm,
+        input_norm=None if fold else input_norm, qkv=qkv_linear, head_norm=head_norm,
         output=Linear(get(attention.format("o", "weight")),
                       get(attention.format("o", "bias")) if config.output_bias else None),
-        attention_norm=after_attention if config.post_norm else None,
-        mlp_norm=None if fold else mlp_norm,
+        attention_norm=after_attention if config.post_norm else None, mlp_norm=None if fold else mlp_norm,
         gate_up=gate_up_linear,
-        down=Linear(get(mlp.format("down", "weight")), get(mlp.format("down", "bias")) if config.mlp_bias else None),
-    )
+        down=Linear(get(mlp.format("down", "weight")), get(mlp.format("down", "bias")) if config.mlp_bias else None))

@@ -21,7 +21,6 @@ from urllib.parse import quote
 from eyrie_api.artifacts import read_sealed
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import JobTarget
-from eyrie_api.errors import TargetNotFound
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
@@ -59,7 +58,6 @@ def revision_link(cache: PurePath, target: JobTarget) -> PurePath:
 
 
 def record_path(snapshot: Path) -> Path:
-    """The file with the digests of a snapshot."""
     return snapshot.parents[1] / _OURS / f"{snapshot.name}.json"
 
 
@@ -99,14 +97,3 @@ def cached_snapshot(cache: Path, target: JobTarget) -> Path | None:
     link = Path(revision_link(cache, target))
     snapshot = link.resolve()
     return snapshot if snapshot.is_dir() and read_record(snapshot) is not None else None
-
-
-def require_cached(cache: Path, target: JobTarget) -> Path:
-    """`cached_snapshot`. Raises TargetNotFound: a stage downloads no target beside the cache."""
-    snapshot = cached_snapshot(cache, target)
-    if snapshot is None:
-        raise TargetNotFound(
-            f"target.model {target.model!r} (revision {target.revision or DEFAULT_REVISION}) is not in the model cache "
-            f"{cache}", "retry the job: its first task fills the cache; a cache on the nodes' own disks has to be "
-            "filled on each node")
-    return snapshot

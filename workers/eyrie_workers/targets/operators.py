@@ -35,9 +35,6 @@ from torch import Tensor
 
 from eyrie_workers.targets.config import RopeConfig
 
-# M rows, I inputs, O outputs
-
-
 # Packing for one row makes oneDNN choose a different kernel when M is 1 (measured); 16 holds for all M.
 _PACKED_ROWS = 16
 
@@ -48,7 +45,10 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [O, I], bias [O] or None."""
         self.bias = bias
-        self.packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
+        # oneDNN computes in bfloat16 only where the processor has AVX-512 or AVX-NE-CONVERT, and raises elsewhere.
+        self.packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and (
+            weight.dtype == torch.float32
+            or (weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())))
         weight = weight.detach().contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if self.packed else weight
 
@@ -67,13 +67,6 @@ class Linear:
         return residual + F.linear(x, self._weight, self.bias)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
-    """oneDNN computes in bfloat16 only where the processor has AVX-512 or AVX-NE-CONVERT, and raises elsewhere."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
-
-
 def rms_normalise(x: Tensor, eps: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) along the last dimension (arXiv:1910.07467); the caller applies the weight.
 
@@ -82,9 +75,6 @@ def rms_normalise(x: Tensor, eps: Tensor) -> Tensor:
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-
-
-# V vocabulary, H hidden
 
 
 @dataclass(frozen=True)
@@ -123,10 +113,3 @@ class Rotary:
     def at(self, positions_T: Tensor) -> Tensor:
         """[T] -> [T, 2, E / 2] cosines and sines."""
         return self._table.index_select(0, positions_T)
-
-
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate x [T, ..., E], row t by cos_sin[t] of [T, 2, E / 2]."""
-    cos, sin = cos_sin.view(x.shape[0], 2, *(1,) * (x.dim() - 2), -1).to(x.dtype).unbind(1)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -47,18 +47,8 @@ from eyrie_api.errors import (
 )
 from eyrie_api.full_disk import ROOM, is_full, total_and_free_bytes
 from eyrie_api.quantities import duration, size
-from eyrie_workers.targets.model_cache import (
-    DEFAULT_REVISION,
-    WANTED_FILES,
-    CachedFile,
-    CachedModel,
-    cached_snapshot,
-    model_dir,
-    read_record,
-    record_path,
-    revision_link,
-    unchanged,
-)
+from eyrie_workers.targets import model_cache
+from eyrie_workers.targets.model_cache import CachedFile, CachedModel
 
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0)
 """Between the attempts to reach a Hub that does not answer. An attempt that brought a file starts the count again."""
@@ -68,7 +58,7 @@ _POLL_S = 0.5
 _WAIT_S = 1.0
 _SAY_AGAIN_S = 60.0
 _ABANDONED_S = 3600.0
-"""A partial file that nobody has written to for so long belongs to a task that was killed."""
+"""A partial file last written to so long ago belongs to a task that was killed."""
 
 _PASSES = 3
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -78,7 +68,7 @@ T = TypeVar("T")
 
 
 class Report(Protocol):
-    """What the program that fills does with news; `stage_program.Stage` is one."""
+    """Where `fill` reports its progress; `stage_program.Stage` is one."""
 
     def pause_point(self) -> None:
         """Raise where a stop was requested."""
@@ -106,10 +96,10 @@ def fill(cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, 
     volume is smaller than the model, ArtifactCorrupt where downloads keep differing from the Hub's digests,
     InvalidInput where the cache cannot be written, Transient where the Hub stays unreachable.
     """
-    name = f"{target.model} (revision {target.revision or DEFAULT_REVISION})"
+    name = f"{target.model} (revision {target.revision or model_cache.DEFAULT_REVISION})"
     snapshot = _whole(cache, target)
     if snapshot is None:
-        ours = Path(revision_link(cache, target)).parent
+        ours = Path(model_cache.revision_link(cache, target)).parent
         try:
             ours.mkdir(parents=True, exist_ok=True)
             with _lock(ours / "lock", name, report):
@@ -127,9 +117,9 @@ def fill(cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, 
 
 
 def _whole(cache: Path, target: JobTarget) -> Path | None:
-    snapshot = cached_snapshot(cache, target)
-    record = None if snapshot is None else read_record(snapshot)
-    if snapshot is None or record is None or not all(unchanged(snapshot, file) for file in record.files):
+    snapshot = model_cache.cached_snapshot(cache, target)
+    record = None if snapshot is None else model_cache.read_record(snapshot)
+    if snapshot is None or record is None or not all(model_cache.unchanged(snapshot, file) for file in record.files):
         return None
     return snapshot
 
@@ -161,9 +151,9 @@ class _Filling:
 
     def __init__(self, cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, ...]) -> None:
         self._cache, self._target, self._report, self._pauses_s = cache, target, report, pauses_s
-        self._home = Path(model_dir(cache, target.model))
-        known = cached_snapshot(cache, target)
-        record = None if known is None else read_record(known)
+        self._home = Path(model_cache.model_dir(cache, target.model))
+        known = model_cache.cached_snapshot(cache, target)
+        record = None if known is None else model_cache.read_record(known)
         # A revision that was filled before stays at its commit; what is whole of it needs no Hub.
         if record is not None:
             self._commit = record.commit
@@ -171,10 +161,10 @@ class _Filling:
         else:
             self._commit, self._listed = self._with_retries(lambda: _listing(target))
             known = self._home / "snapshots" / self._commit
-            record = read_record(known)
+            record = model_cache.read_record(known)
         self._snapshot = self._home / "snapshots" / self._commit
         self._verified = {} if record is None else {
-            file.path: file for file in record.files if unchanged(self._snapshot, file)}
+            file.path: file for file in record.files if model_cache.unchanged(self._snapshot, file)}
 
     def run(self) -> Path:
         """Returns the snapshot. Raises as `fill`."""
@@ -196,14 +186,14 @@ class _Filling:
 
     def _record(self) -> Path:
         files = tuple(self._verified[name] for name in sorted(self._listed))
-        write_sealed(record_path(self._snapshot),
+        write_sealed(model_cache.record_path(self._snapshot),
                      CachedModel(model=self._target.model, commit=self._commit, files=files))
         # What the Hub's own client reads to find the snapshot of a branch or tag: an operator, for example, in whose
         # pod the cache is mounted as HF_HUB_CACHE.
-        revision = self._target.revision or DEFAULT_REVISION
+        revision = self._target.revision or model_cache.DEFAULT_REVISION
         if revision != self._commit and ".." not in Path(revision).parts and not Path(revision).is_absolute():
             write_atomically(self._home / "refs" / revision, self._commit)
-        link = Path(revision_link(self._cache, self._target))
+        link = Path(model_cache.revision_link(self._cache, self._target))
         new = link.with_name(f".{link.name}")
         new.unlink(missing_ok=True)
         new.symlink_to(Path("..") / "snapshots" / self._commit)
@@ -242,12 +232,9 @@ class _Filling:
     def _download(self, names: list[str]) -> bool:
         """Download files. False where the volume became full meanwhile: there is to be a next call."""
         self._await_space()
-
-        def attempt() -> None:
-            self._run_beside(lambda: _download(self._cache, self._target.model, self._commit, names))
-
         try:
-            self._with_retries(attempt)
+            self._with_retries(lambda: self._run_beside(
+                lambda: _download(self._cache, self._target.model, self._commit, names)))
         except OSError as error:
             if not is_full(error):
                 raise
@@ -339,7 +326,7 @@ def _listing(target: JobTarget) -> tuple[str, dict[str, _HubFile]]:
     files = {file.rfilename: _HubFile(
         file.size or 0, f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}")
         for file in info.siblings or ()}
-    wanted = set(filter_repo_objects(files, allow_patterns=list(WANTED_FILES)))
+    wanted = set(filter_repo_objects(files, allow_patterns=list(model_cache.WANTED_FILES)))
     return info.sha, {name: file for name, file in files.items() if name in wanted}
 
 
@@ -356,7 +343,7 @@ def _hub_errors(target: JobTarget) -> Iterator[None]:
     disk pass as they are."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    name = f"target.model {target.model!r} (revision {target.revision or DEFAULT_REVISION})"
+    name = f"target.model {target.model!r} (revision {target.revision or model_cache.DEFAULT_REVISION})"
     try:
         yield
     except EyrieError:
@@ -382,8 +369,6 @@ def _hub_errors(target: JobTarget) -> Iterator[None]:
 
 
 class _Printed:
-    """News of the init container, on stdout."""
-
     def __init__(self) -> None:
         self._began: tuple[str, float, float] | None = None
         self._last_s = 0.0

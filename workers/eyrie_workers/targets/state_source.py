@@ -19,8 +19,8 @@ cannot show it. The states of the reference are therefore compared on a few rows
 computed by other code from the same files, index by index (`compare`). The error to the same layer must be rounding;
 the error to its neighbours is reported with it, because a check that passes for any layer proves nothing. The two
 models are never in memory together: the states of one are copied to the host, and it is freed before the other is
-loaded. (The serving engine's layers are compared by tests/sglang, and before a promotion by the parity gate of
-`measure.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
+loaded. (The serving engine's layers are compared by tests/sglang, and before a promotion by the parity gate
+(`measure.parity`): an engine returns text, and what it captured shows in what it accepts.)
 """
 
 # B texts of a batch, T tokens, M tokens of all texts, A aux layers, H hidden, V vocabulary
@@ -29,6 +29,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -99,7 +100,14 @@ class TransformersTarget:
         decoder = model.get_decoder()
         # A few classes (Llama 4) return themselves; their decoder is `model`, as everywhere.
         self._decoder = model.model if decoder is model else decoder
-        self._layers = _layers_of(self._decoder, config.num_layers)
+        # The decoder's one list of that many modules, under whatever name.
+        lists = [child for child in self._decoder.children()
+                 if isinstance(child, nn.ModuleList) and len(child) == config.num_layers]
+        if len(lists) != 1:
+            raise UnsupportedTarget(
+                f"{type(self._decoder).__name__} has {len(lists)} lists of {config.num_layers} layers, not one",
+                "report this target's config.json, or use another target")
+        self._layers = lists[0]
         head = model.get_output_embeddings()
         weight = getattr(head, "weight", None)
         if weight is None or getattr(head, "bias", None) is not None:
@@ -127,18 +135,15 @@ class TransformersTarget:
             padded_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
             for place, index in enumerate(batch):
                 padded_BT[place, : lengths[index]] = token_ids_list[index]
-            states, last_BTH = self._states(padded_BT.to(self.device), aux_layers)
+            with _entering(self._layers, [layer for layer in aux_layers if layer < len(self._layers)]) as states:
+                last_BTH = self._decoder(input_ids=padded_BT.to(self.device), use_cache=False).last_hidden_state
+            states[self.config.num_layers] = last_BTH
             for place, index in enumerate(batch):
                 here = slice(starts[index], starts[index] + lengths[index])
                 for column, layer in enumerate(aux_layers):
                     aux[here, column] = states[layer][place, : lengths[index]]
                 last[here] = last_BTH[place, : lengths[index]]
         return aux, last
-
-    def _states(self, padded_BT: Tensor, aux_layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        with _entering(self._layers, [layer for layer in aux_layers if layer < len(self._layers)]) as states:
-            last_BTH = self._decoder(input_ids=padded_BT, use_cache=False).last_hidden_state
-        return states | {self.config.num_layers: last_BTH}, last_BTH
 
     @torch.inference_mode()
     def verify(self, token_ids: Tensor) -> None:
@@ -181,26 +186,15 @@ def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The decoder's layers: its one list of `num_layers` modules, under whatever name."""
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
-    if len(lists) != 1:
-        raise UnsupportedTarget(f"{type(decoder).__name__} has {len(lists)} lists of {num_layers} layers, not one",
-                                "report this target's config.json, or use another target")
-    return lists[0]
-
-
 @contextmanager
 def _entering(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Records what the wanted layers receive during the forward pass within."""
     states: dict[int, Tensor] = {}
 
-    def recorder(layer: int) -> Any:
-        def record(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            states[layer] = args[0] if args else named["hidden_states"]
-        return record
+    def record(layer: int, _module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states[layer] = args[0] if args else named["hidden_states"]
 
-    hooks = [layers[layer].register_forward_pre_hook(recorder(layer), with_kwargs=True) for layer in wanted]
+    hooks = [layers[layer].register_forward_pre_hook(partial(record, layer), with_kwargs=True) for layer in wanted]
     try:
         yield states
     finally:

@@ -226,7 +226,7 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     returns  [R, K, W, E]
     """
     if q_RKWE.is_cuda:
-        return attend_by_kernel(q_RKWE, shared, own)
+        return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.key_ranges(len(own)))
     # 1. Scale the queries: R rows once, instead of every score.
     q_RKWE = q_RKWE * q_RKWE.shape[-1] ** -0.5
     # 2. The shared keys.
@@ -241,11 +241,6 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     keys, values = (torch.stack([leading_rows(part, num_roots) for part in parts], 2)
                     for parts in zip(*own, strict=True))
     return merge_softmax(q_RKWE, out, lse, keys, values)
-
-
-def attend_by_kernel(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """`attend` by the GPU kernel."""
-    return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.key_ranges(len(own)))
 
 
 def attend_block(q_RCKWE: Tensor, shared: SharedKeys, k_RCKE: Tensor, v_RCKE: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ iterator state is saved, and a run interrupted anywhere repeats no document and 
 wrote:
 
     store      `hidden_states.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch
-    is
-               trained on
+               is trained on
     stream     `hidden_states.streaming`: nothing is stored; the target computes states just ahead of the trainer
 
 Several trainers may share a `BatchLoader` (`stages.sweep`): one read, or one forward pass of the target, for all.
@@ -34,6 +33,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -55,7 +55,6 @@ from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
 
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
@@ -85,8 +84,8 @@ def choose_rows(draw: RowDraw | None, sources: Sequence[str] | None, num_rows: i
     if draw is None:
         return rows, held_out
     if sources is None:
-        raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows: it is of an "
-                           "earlier version", "delete the stages regenerate and capture of the job and retry it")
+        raise NoUsableData("data.mix is set, and the capture does not name the sources of its rows",
+                           "delete the stages regenerate and capture of the job and retry it")
     # All candidates train on as many rows: the most that the mix of every one of them can have.
     available = {seed: Counter(sources[row] for row in split_rows(num_rows, seed)[0])
                  for seed in {candidate.train_seed for candidate in draw.compared}}
@@ -373,24 +372,23 @@ class BatchLoader:
 
 
 def micro_batches(documents: PackedBatch, most_tokens: int | None) -> list[tuple[range, PackedBatch]]:
-    """The batch in as few parts as `most_tokens` allows: the numbers of each part's documents, and the part."""
+    """The batch in as few parts as `most_tokens` allows: the numbers of each part's documents, and the part, whose
+    tensors are views."""
     if most_tokens is None or sum(documents.lengths) <= most_tokens:
         return [(range(len(documents.lengths)), documents)]
-    return [(cut, _some_documents(documents, cut)) for cut in cut_evenly(documents.lengths, most_tokens)]
-
-
-def _some_documents(batch: PackedBatch, chosen: range) -> PackedBatch:
-    """Consecutive documents of a batch; views of its tensors."""
-    starts = list(accumulate(batch.lengths, initial=0))
-    tokens = slice(starts[chosen.start], starts[chosen.stop])
-    topk_logits = batch.topk_logits
-    if topk_logits is not None:
-        # Top-k logits have a row for each supervised position alone: count those of the documents before.
-        before = list(accumulate((int(part.sum()) for part in _supervised(batch)), initial=0))
-        rows = slice(before[chosen.start], before[chosen.stop])
-        topk_logits = topk_logits.map(lambda x: x[rows])
-    return replace(batch, token_ids=batch.token_ids[tokens], loss_mask=batch.loss_mask[tokens], aux=batch.aux[tokens],
-                   last=batch.last[tokens], lengths=batch.lengths[chosen.start:chosen.stop], topk_logits=topk_logits)
+    starts = list(accumulate(documents.lengths, initial=0))
+    parts = []
+    for cut in cut_evenly(documents.lengths, most_tokens):
+        tokens, topk_logits = slice(starts[cut.start], starts[cut.stop]), documents.topk_logits
+        if topk_logits is not None:
+            # Top-k logits have a row for each supervised position alone: count those of the documents before.
+            before = list(accumulate((int(part.sum()) for part in _supervised(documents)), initial=0))
+            topk_logits = topk_logits.map(itemgetter(slice(before[cut.start], before[cut.stop])))
+        parts.append((cut, replace(
+            documents, token_ids=documents.token_ids[tokens], loss_mask=documents.loss_mask[tokens],
+            aux=documents.aux[tokens], last=documents.last[tokens], lengths=documents.lengths[cut.start:cut.stop],
+            topk_logits=topk_logits)))
+    return parts
 
 
 def _supervised(batch: PackedBatch) -> list[Tensor]:

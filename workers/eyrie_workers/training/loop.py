@@ -153,7 +153,9 @@ class Trainer:
         # targets come first, and are kept.
         counted = []
         for (_, part), part_context, end in zip(parts, contexts, ends, strict=True):
-            own = None if targets is None else targets.of_tokens(end - part.token_ids.numel(), end)
+            # A part's targets are looked up in the table of the whole batch.
+            own = None if targets is None else replace(
+                targets, row_T=targets.row_T[end - part.token_ids.numel():end])
             counted.append(self.objective.count(part, part_context, own))
         total = context.total(torch.stack([counts for _, counts in counted]).sum(0))
         outcomes = []

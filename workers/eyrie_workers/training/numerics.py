@@ -354,11 +354,6 @@ def _chunk_loss(logits: Tensor, target: Tensor, mass: Tensor, kind: Loss) -> tup
     return loss, grad.mul_((1 - share)[:, None]).add_(q.sub_(target).mul_(share[:, None]))
 
 
-def _chunk_rows(draft_vocab_size: int) -> int:
-    """Rows per chunk: multiples of 32, the row counts that `matmul` has compiled kernels for."""
-    return min(1024, max(64, _CHUNK_ELEMENTS // draft_vocab_size // 32 * 32))
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, table: TargetTable, row: Tensor, share: Tensor, kind: Loss,
@@ -372,7 +367,8 @@ class _ChunkedLoss(torch.autograd.Function):
         kept = torch.arange(num_rows, device=x.device) if choose else share.nonzero().squeeze(1)
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if ctx.needs_input_grad[1] else None
-        for chosen in kept.split(_chunk_rows(draft_vocab)):
+        # Multiples of 32 rows: the row counts that `matmul` has compiled kernels for.
+        for chosen in kept.split(min(1024, max(64, _CHUNK_ELEMENTS // draft_vocab // 32 * 32))):
             # 1. Logits of the chunk; the padding rows are dropped again.
             rows = pad_rows(x.index_select(0, chosen), weight.dtype)
             logits = matmul(rows, weight.T)[: chosen.numel()].to(wide)

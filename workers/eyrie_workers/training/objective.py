@@ -216,9 +216,6 @@ class TargetDistribution:
     row_T: Tensor
     table: TargetTable
 
-    def of_tokens(self, start: int, stop: int) -> "TargetDistribution":
-        return TargetDistribution(self.row_T[start:stop], self.table)
-
 
 @dataclass(frozen=True)
 class Supervision:

@@ -62,7 +62,6 @@ Moments = Sequence[Mapping[str, Tensor]]
 
 
 def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, and their names."""
     return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
 
 
@@ -168,18 +167,6 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
     if kept != _checksum(tensors, metadata):
         raise ArtifactCorrupt(f"training state {path} differs from its checksum",
                               "delete it to train from the beginning")
-    try:
-        moments = _restore(drafter, tensors)
-    except (KeyError, RuntimeError) as error:
-        raise ArtifactCorrupt(f"training state {path} does not fit the drafter: {error}",
-                              "delete it to train from the beginning") from error
-    return Counters(**json.loads(metadata["counters"])), json.loads(metadata["notes"]), moments
-
-
-@torch.no_grad()
-def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
-    for name, parameter in drafter.named_parameters():
-        parameter.copy_(tensors[_PARAMETER + name])
     # `optimizer.<moment>.<parameter>`: the name of a moment has no dot.
     moments: dict[str, dict[str, Tensor]] = {name: {} for name, _ in trainable_parameters(drafter)}
     for key, value in tensors.items():
@@ -187,4 +174,11 @@ def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
             moment, name = key.removeprefix(_MOMENT).split(".", 1)
             if name in moments:
                 moments[name][moment] = value
-    return [*moments.values()]
+    try:
+        with torch.no_grad():
+            for name, parameter in drafter.named_parameters():
+                parameter.copy_(tensors[_PARAMETER + name])
+    except (KeyError, RuntimeError) as error:
+        raise ArtifactCorrupt(f"training state {path} does not fit the drafter: {error}",
+                              "delete it to train from the beginning") from error
+    return Counters(**json.loads(metadata["counters"])), json.loads(metadata["notes"]), [*moments.values()]

@@ -8,9 +8,9 @@ No step waits for a tracker: each sends in its own background (MLflow's asynchro
 of TensorBoard's writer). What does wait, the start and the end of a run, has a limited time. A tracker that fails or
 hangs is reported once (`TrackerFailed`) and left out.
 
-A training run is one run of a tracker, however often it was interrupted: it is found again by its key. A resumed
-training first sends what its record has of the steps that it does not repeat, and a tracker takes what it lacks: a
-server is asked what it has, files are written again. So a tracker that was away gets everything then.
+A training run is one run of a tracker, however often it was interrupted: it is looked up by its key. A resumed run
+first sends the recorded metrics of the steps that it does not repeat, and a tracker takes what it lacks: a server is
+asked what it has, files are written again. A tracker that was unavailable then gets everything.
 """
 
 import logging
@@ -35,7 +35,7 @@ from eyrie_workers.stage_program import Stage
 START_S = 30.0
 END_S = 60.0
 _INTERRUPTED_END_S = 5.0
-"""The end where the training was interrupted: a pod that is stopped has 30 s, and uploads its state in them."""
+"""The end where the run was interrupted: a pod that is stopped has 30 s, and uploads its state in them."""
 
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 _WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
@@ -168,7 +168,7 @@ def _within(timeout_s: float, calls: Mapping[str, Callable[[], Any]]) -> dict[st
     def attempt(name: str, call: Callable[[], Any]) -> None:
         try:
             outcomes[name] = call()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises ends no training
+        except Exception as error:  # noqa: BLE001 - whatever a tracker's package raises ends no training run
             outcomes[name] = error
 
     threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in calls.items()]
@@ -188,7 +188,7 @@ class Trackers:
         """Begin or find again the run of each tracker, and send what the stage has recorded and records from now on.
 
         key            the same for a training run and whatever resumes it; letters and digits
-        resumed_from   steps before this run of the training
+        resumed_from   steps done before this start
         """
         self._stage, self._trackers, opening = stage, dict[str, Tracker](), {}
         for name in names:
@@ -206,7 +206,7 @@ class Trackers:
         stage.on_metric = self._log
 
     def close(self, *, finished: bool) -> None:
-        """The training records no more metrics: wait a limited time until everything is sent."""
+        """The run records no more metrics: wait a limited time until everything is sent."""
         self._stage.on_metric = None
         closing = {name: partial(tracker.close, finished) for name, tracker in self._trackers.items()}
         for name, outcome in _within(END_S if finished else _INTERRUPTED_END_S, closing).items():
@@ -227,9 +227,9 @@ class Trackers:
 
 
 def recorded_metrics(record: Path, resumed_from: int) -> list[MetricRecord]:
-    """The metrics of a training's earlier runs up to the step that it resumes from, in order of step.
+    """The metrics recorded up to the step that a training run resumes from, in order of step.
 
-    A killed training repeats the steps since its last save, with the same values: each point is returned once.
+    A killed run repeats the steps since its last save, with the same values: each point is returned once.
     """
     points: dict[tuple[int, str], MetricRecord] = {}
     for line in record.read_bytes().splitlines() if record.is_file() and resumed_from else ():

@@ -9,7 +9,7 @@ accepts the same architecture and the same tensors. Where the two differ, one di
     sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
 
 A window of w includes the current position; SGLang's `--speculative-draft-window-size` counts the positions before it:
-w - 1. How exactly the window is applied depends on the draft attention backend (read in the wheel; intel_amx also run).
+w - 1. How exactly the window is applied depends on the draft attention backend (read in its code; intel_amx also run).
 fa3 with chains and intel_amx apply it at every step. fa3 with trees counts it from the last settled token instead of
 from the node: at depth d, d - 1 keys too many are visible. triton masks one key too many from the second step on.
 flashinfer applies it at the first step only, which differs from training.
@@ -30,7 +30,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyrie_api.contract.families import FAMILIES
@@ -48,7 +47,7 @@ from eyrie_workers.drafters.validation import (
     vocabulary_rules,
     warning,
 )
-from eyrie_workers.targets.loading import weight_files
+from eyrie_workers.targets.loading import stored_tensors, weight_files
 
 ARCHITECTURE = FAMILIES["eagle3"].architecture
 ENGINES = {"sglang": "0.5.23", "vllm": "0.32.0"}
@@ -83,7 +82,6 @@ class Shape:
 
 
 def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`eagle_config`; empty when it is missing or not an object."""
     inner = config.get("eagle_config")
     return inner if isinstance(inner, Mapping) else {}
 
@@ -97,7 +95,7 @@ def num_aux(config: Mapping[str, Any]) -> int:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape of a config. Its keys must be present (`config_rules.key_rules` checks that)."""
+    """The shape of a config. Its keys must be present (`key_rules` checks that)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     draft_vocab = config.get("draft_vocab_size")
     return Shape(
@@ -121,13 +119,21 @@ def canonical_name(name: str) -> str:
 
 def expected_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a checkpoint."""
-    hidden, draft = shape.hidden_size, shape.draft_vocab_size
+    hidden, inner, draft = shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, shape.num_aux * shape.target_hidden_size), "norm.weight": (hidden,),
         "lm_head.weight": (draft, hidden)}
     for number in range(shape.num_layers):
         prefix = "midlayer." if number == 0 else f"layers.{number}."
-        shapes |= {prefix + name: size for name, size in _layer_shapes(shape, 2 * hidden if number == 0 else hidden)}
+        width = 2 * hidden if number == 0 else hidden  # the first layer reads an embedding beside the state
+        shapes |= {prefix + name: size for name, size in (
+            ("input_layernorm.weight", (hidden,)), ("hidden_norm.weight", (hidden,)),
+            ("post_attention_layernorm.weight", (hidden,)),
+            ("self_attn.q_proj.weight", (q, width)), ("self_attn.k_proj.weight", (kv, width)),
+            ("self_attn.v_proj.weight", (kv, width)), ("self_attn.o_proj.weight", (hidden, q)),
+            ("mlp.gate_proj.weight", (inner, hidden)), ("mlp.up_proj.weight", (inner, hidden)),
+            ("mlp.down_proj.weight", (hidden, inner)))}
     if draft != shape.vocab_size:
         shapes |= {"d2t": (draft,), "t2d": (shape.vocab_size,)}
     if shape.norm_before_fc:
@@ -139,18 +145,6 @@ def expected_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     if shape.target_hidden_size != hidden:
         shapes["embed_tokens.weight"] = (shape.vocab_size, hidden)
     return shapes
-
-
-def _layer_shapes(shape: Shape, width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return (
-        ("input_layernorm.weight", (hidden,)), ("hidden_norm.weight", (hidden,)),
-        ("post_attention_layernorm.weight", (hidden,)),
-        ("self_attn.q_proj.weight", (q, width)), ("self_attn.k_proj.weight", (kv, width)),
-        ("self_attn.v_proj.weight", (kv, width)), ("self_attn.o_proj.weight", (hidden, q)),
-        ("mlp.gate_proj.weight", (inner, hidden)), ("mlp.up_proj.weight", (inner, hidden)),
-        ("mlp.down_proj.weight", (hidden, inner)))
 
 
 # Defaults of transformers' LlamaConfig for missing keys.
@@ -426,7 +420,14 @@ def tensor_rules(shape: Shape, shares_head: bool, stored: Mapping[str, Tensor]) 
         if tuple(tensors[name].shape) != shapes[name]:
             yield error("tensor-shape", f"{name} has shape {list(tensors[name].shape)}, config.json implies "
                         f"{list(shapes[name])}", "config.json and weights belong to different drafters: export again")
-    yield from _dtype_rules(tensors)
+    for name, wanted in (("d2t", torch.int64), ("t2d", torch.bool)):
+        if name in tensors and tensors[name].dtype != wanted:
+            yield error("map-dtype", f"{name} is {_dtype_name(tensors[name].dtype)}, not {_dtype_name(wanted)}",
+                        f"store {name} as {_dtype_name(wanted)}")
+    dtypes = {_dtype_name(tensor.dtype) for name, tensor in tensors.items() if name not in MAPS}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        yield error("tensor-dtype", f"parameters are stored as {', '.join(sorted(dtypes))}",
+                    f"store all of them as one of {', '.join(DTYPES)}")
     yield from value_rules({name: tensor for name, tensor in tensors.items() if name not in MAPS})
     if "d2t" in tensors:
         yield from _vocabulary_rules(shape, tensors["d2t"], tensors.get("t2d"))
@@ -436,23 +437,7 @@ def _name_rules(shape: Shape, shapes: Mapping[str, tuple[int, ...]],
                 tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Missing and unknown names. Names with a more specific finding are reported there and removed from the sets."""
     missing, unknown = set(shapes) - set(tensors), set(tensors) - set(shapes)
-    yield from _flag_rules(missing, unknown)
-    yield from _map_rules(shape, missing, unknown, tensors)
-    yield from _layer_norm_rules(shape, missing, tensors)
-    if "embed_tokens.weight" in unknown:
-        unknown.remove("embed_tokens.weight")
-        yield warning("embedding-ignored", "embed_tokens.weight is stored: SGLang drafts with the target's embedding, "
-                      "and a hot swap of these weights would write this one into the target",
-                      "leave it out, unless hidden_size differs from the target's")
-    if missing:
-        yield error("tensor-missing", f"tensors are missing: {', '.join(sorted(missing))}: SGLang would leave them at "
-                    "random", "export the drafter again")
-    if unknown:
-        yield error("tensor-unknown", f"unknown tensors: {', '.join(sorted(unknown))}: SGLang would skip them",
-                    "export the drafter again, or set the flag in config.json that asks for them")
-
-
-def _flag_rules(missing: set[str], unknown: set[str]) -> Iterator[Finding]:
+    # 1. Tensors of a flag.
     for prefix, flag in _FLAGS.items():
         extra = sorted(name for name in unknown if name.startswith(prefix))
         if extra:
@@ -464,10 +449,7 @@ def _flag_rules(missing: set[str], unknown: set[str]) -> Iterator[Finding]:
             missing -= set(lacking)
             yield error("flag-without-tensors", f"{flag} is set but {', '.join(lacking)} are missing: SGLang would "
                         "leave them as initialised", f"write {flag} false if it was trained without, else export again")
-
-
-def _map_rules(shape: Shape, missing: set[str], unknown: set[str],
-               tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    # 2. The maps between the vocabularies.
     if "t2d" in missing and "d2t" in tensors:
         missing.remove("t2d")
         yield warning("t2d-missing", "t2d is missing: SGLang and vLLM do not read it, trainers do",
@@ -481,9 +463,7 @@ def _map_rules(shape: Shape, missing: set[str], unknown: set[str],
             yield warning("maps-needless", "d2t is stored although the draft vocabulary is the target's: vLLM "
                           "refuses to load it", "leave d2t and t2d out")
         unknown -= set(MAPS)
-
-
-def _layer_norm_rules(shape: Shape, missing: set[str], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    # 3. The norm that further layers have under two names.
     for number in range(1, shape.num_layers):
         norm, other = f"layers.{number}.hidden_norm.weight", f"layers.{number}.input_layernorm.weight"
         if norm in missing and other in tensors:
@@ -497,17 +477,18 @@ def _layer_norm_rules(shape: Shape, missing: set[str], tensors: Mapping[str, Ten
         elif norm in tensors and other in tensors and not torch.equal(tensors[norm], tensors[other]):
             yield warning("layer-norm-vllm", f"hidden_norm and input_layernorm of layer {number} differ: SGLang "
                           "applies the first, vLLM the second", "store the trained one under both names")
-
-
-def _dtype_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    for name, wanted in (("d2t", torch.int64), ("t2d", torch.bool)):
-        if name in tensors and tensors[name].dtype != wanted:
-            yield error("map-dtype", f"{name} is {_dtype_name(tensors[name].dtype)}, not {_dtype_name(wanted)}",
-                        f"store {name} as {_dtype_name(wanted)}")
-    dtypes = {_dtype_name(tensor.dtype) for name, tensor in tensors.items() if name not in MAPS}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        yield error("tensor-dtype", f"parameters are stored as {', '.join(sorted(dtypes))}",
-                    f"store all of them as one of {', '.join(DTYPES)}")
+    # 4. All others.
+    if "embed_tokens.weight" in unknown:
+        unknown.remove("embed_tokens.weight")
+        yield warning("embedding-ignored", "embed_tokens.weight is stored: SGLang drafts with the target's embedding, "
+                      "and a hot swap of these weights would write this one into the target",
+                      "leave it out, unless hidden_size differs from the target's")
+    if missing:
+        yield error("tensor-missing", f"tensors are missing: {', '.join(sorted(missing))}: SGLang would leave them at "
+                    "random", "export the drafter again")
+    if unknown:
+        yield error("tensor-unknown", f"unknown tensors: {', '.join(sorted(unknown))}: SGLang would skip them",
+                    "export the drafter again, or set the flag in config.json that asks for them")
 
 
 def _vocabulary_rules(shape: Shape, d2t: Tensor, t2d: Tensor | None) -> Iterator[Finding]:
@@ -558,8 +539,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
 
 
-def target_size_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """Sizes that must equal the target's."""
+def target_shape_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
+    """Sizes must equal the target's, and the rotary embedding as far as positions come from it."""
     text = target.text
     yield from vocabulary_rules(config, target)
     width = config.get("target_hidden_size", config["hidden_size"])
@@ -569,11 +550,7 @@ def target_size_rules(config: Mapping[str, Any], target: Target) -> Iterator[Fin
     if target.architecture is not None and target.architecture not in SUPPORTED_BY_SGLANG:
         yield error("target-not-captured", f"SGLang {SGLANG_VERSION} cannot capture hidden states of "
                     f"{target.architecture}", "serve it with Eyrie's own engine, or use a supported target")
-
-
-def target_rope_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    """Rotary embedding. The drafter has its own keys, so another base only gets a warning; M-RoPE sections must
-    agree."""
+    # The drafter has keys of its own, so another rotary base only gets a warning; M-RoPE sections must agree.
     own, target_rope = _rope(config), _rope(target.text)
     if own.get("mrope_section") != target_rope.get("mrope_section"):
         yield error("rope-sections", f"mrope_section is {own.get('mrope_section')}, the target's "
@@ -623,13 +600,10 @@ def embedding_rules(tensors: Mapping[str, Tensor], target: Target) -> Iterator[F
     own = tensors.get("embed_tokens.weight", tensors.get("model.embed_tokens.weight"))
     if own is None or own.dim() != 2:
         return
-    rows: Tensor | None = None
     try:
-        for file in weight_files(target.path):
-            with safe_open(file, framework="pt") as handle:
-                for name in set(_EMBEDDINGS) & set(handle.keys()):
-                    rows = handle.get_tensor(name) if rows is None else rows
-    except (EyrieError, OSError, SafetensorError):
+        rows = next((rows for file in weight_files(target.path)
+                     for _, rows in stored_tensors(file, _EMBEDDINGS.__contains__)), None)
+    except EyrieError:
         return
     if rows is None or own.shape[1] != rows.shape[1]:
         return
@@ -662,7 +636,6 @@ def validate(request: ValidationRequest) -> Iterator[Finding]:
     yield from tensor_rules(shape_of(config), shares_head, request.tensors)
     yield from context_rules(config, target, request.context, card)
     if target is not None:
-        yield from target_size_rules(config, target)
-        yield from target_rope_rules(config, target)
+        yield from target_shape_rules(config, target)
         yield from target_rules(request, target)
         yield from embedding_rules(request.tensors, target)

@@ -17,7 +17,7 @@ each aux state before `fc`; `norm_before_fc` (NVIDIA's GPT-OSS drafters) all of 
 like `fc`, when the drafter reads its own state. `norm_output` (EAGLE-3.1) feeds back the state after `norm`; with a
 different setting in serving than in training, only the first draft step is good. `sliding_window` W lets position p
 attend to keys p-W+1 .. p, its own included; draft steps are positions like any other, so each step moves the window by
-one settled key. How the engines are told of it: `drafters.eagle3.directory`.
+one settled key. How the engines learn of it: `drafters.eagle3.directory`.
 
 **Training-time test.** The drafter is unrolled on its own outputs, as in decoding. Step 0 reads the target's fused
 states at every position. Step s reads, at each root still alive, the drafter's own state of step s-1 and the next known
@@ -50,15 +50,8 @@ from torch.autograd.function import once_differentiable
 
 from eyrie_api.contract.families import DecoderSizes, DrafterSizes
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.training_cost import (
-    ACTIVATION_SHARE,
-    StepSetting,
-    StepWork,
-    TrainedDrafter,
-    eagle3_flops,
-    mean_root_bytes,
-    roots_per_part,
-)
+from eyrie_api.planning import training_cost
+from eyrie_api.planning.training_cost import StepWork, TrainedDrafter
 from eyrie_workers.drafters.decoder import AttentionProjections, GatedMlp, Norm
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
@@ -398,7 +391,6 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         projections = shared_projections(weights, self._angles_P, self._embed_VH, documents, positions_T)
 
         def loss_of(number: int, projections: SharedProjections, weights: Eagle3Weights) -> Tensor:
-            """The loss of one part of the roots."""
             predictions = slice(ends[number], ends[number + 1])
             part = plans[number].to(self.device)
             states_NH = torch.cat([*unroll(weights, self._angles_P, projections, part, self._recompute)])
@@ -420,13 +412,14 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         config, steps = self.drafter.config, sum(alive > 0 for alive in plan.alive)
         if self.device.type == "cpu":
             kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
-            return roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
-        setting = StepSetting(compute_bytes=self.dtype.itemsize, recompute=self._recompute)
-        return roots_per_part(self._max_kept_bytes, mean_root_bytes(trained_drafter(config), plan.alive, setting))
+            return training_cost.roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
+        setting = training_cost.StepSetting(compute_bytes=self.dtype.itemsize, recompute=self._recompute)
+        bytes_per_root = training_cost.mean_root_bytes(trained_drafter(config), plan.alive, setting)
+        return training_cost.roots_per_part(self._max_kept_bytes, bytes_per_root)
 
     def flops(self, plan: UnrollPlan) -> int:
         """Of one optimizer step, forward and backward, without the optimizer's own: the numerator of MFU."""
-        return eagle3_flops(trained_drafter(self.drafter.config), step_work(plan))
+        return training_cost.eagle3_flops(trained_drafter(self.drafter.config), step_work(plan))
 
 
 class _InParts(torch.autograd.Function):
@@ -501,7 +494,7 @@ def gpu_budget(free_bytes: int, total_bytes: int) -> int:
     resumed on the same kind of GPU has the same parts. Only where less than twice the budget is free, half of what is
     free is taken.
     """
-    return min(total_bytes // ACTIVATION_SHARE, free_bytes // _FREE_SHARE)
+    return min(total_bytes // training_cost.ACTIVATION_SHARE, free_bytes // _FREE_SHARE)
 
 
 def trained_drafter(config: Eagle3Config) -> TrainedDrafter:

@@ -21,17 +21,9 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
+from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
-from eyrie_workers.drafters.checkpoint import (
-    CheckpointInvalid,
-    as_stored,
-    parse_decoder,
-    read_config,
-    read_tensors,
-    refuse_other_sizes,
-    rope_json,
-    write_checkpoint,
-)
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import head_counts
 from eyrie_workers.drafters.eagle3.directory import (
     ARCHITECTURE,
@@ -51,13 +43,6 @@ from eyrie_workers.drafters.eagle3.drafter import (
 )
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layer_proposer import (
-    InferencePostAttention,
-    LayerProposer,
-    TokenProjection,
-    adjacent_rotary_pairs,
-    target_ids,
-)
 from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
@@ -71,18 +56,18 @@ def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32"
 
     card   its provenance; names the target architecture that the layer ids are written for. None: no card is written.
     """
-    whole = drafter.config.draft_vocab_size == drafter.config.vocab_size
-    tensors = as_stored({name: tensor for name, tensor in drafter.state_dict().items()
-                         if not (whole and name in MAPS)}, dtype)
+    whole = drafter.config.draft_vocab_size == drafter.config.vocab_size  # vLLM then refuses the maps
+    tensors = checkpoint.as_stored({name: tensor for name, tensor in drafter.state_dict().items()
+                                    if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
     _refuse_errors(directory, ValidationRequest(config, tensors, card))
-    write_checkpoint(directory, config, tensors, card)
+    checkpoint.write_checkpoint(directory, config, tensors, card)
 
 
 def load_drafter(directory: Path) -> Eagle3Drafter:
     """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
     contract or is a variant Eyrie's engine does not compute."""
-    config, stored = read_config(directory), read_tensors(directory)
+    config, stored = checkpoint.read_config(directory), checkpoint.read_tensors(directory)
     _refuse_errors(directory, ValidationRequest(config, stored, read_card(directory)))
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
     parsed = parse_config(config)
@@ -90,7 +75,7 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
         parsed.vocab_size)
     vocabulary = DraftVocabulary(ids, parsed.vocab_size)
     drafter = Eagle3Drafter(parsed, vocabulary)
-    drafter.to(tensors["fc.weight"].dtype)
+    drafter.to(tensors["fc.weight"].dtype)  # all parameters have one: the validator checks it
     tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
     drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
     return drafter
@@ -119,15 +104,15 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_eps, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-        "rope_theta": config.rope.theta, "rope_parameters": rope_json(config.rope),
+        "rope_theta": config.rope.theta, "rope_parameters": checkpoint.rope_json(config.rope),
         "num_aux_hidden_states": config.num_aux, LAYER_IDS: list(config.aux_layers),
-        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},
-        "norm_before_residual": False,
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: ids},  # as SGLang numbers them
+        "norm_before_residual": False,  # SGLang always adds the state before its norm
         "bos_token_id": config.bos_token_id, "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "torch_dtype": dtype, "dtype": dtype,
     }
     if config.rope.kind != "default":
-        written["rope_scaling"] = rope_json(config.rope)
+        written["rope_scaling"] = checkpoint.rope_json(config.rope)
     for flag in ("fc_norm", "norm_output"):
         if getattr(config, flag):
             written[flag] = True
@@ -147,7 +132,7 @@ def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
         raise CheckpointInvalid(
             "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
             "output matrix of their own", "serve and measure this one in SGLang")
-    decoder = parse_decoder("checkpoint", written)
+    decoder = checkpoint.parse_decoder("checkpoint", written)
     top, inner = written.get(LAYER_IDS), nested(written)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
@@ -164,22 +149,21 @@ class _InferenceLayer:
     """`InferenceLayer`: the matrices with norms folded in, in the order a step uses them."""
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, dtype: torch.dtype) -> None:
-        weights, config = drafter.weights(torch.float32), drafter.config
+        weights, config = drafter.weights(torch.float32), drafter.config  # folded in float32, rounded once
         num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
         self._eps = torch.tensor(config.rms_eps, dtype=dtype)
         self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
         self._norm_before_fc = weights.input_norm is not None
         self._fc = Linear((weights.fc if weights.input_norm is None else weights.fc * weights.input_norm).to(dtype))
-        hidden_qkv = adjacent_rotary_pairs(weights.hidden_qkv * weights.hidden_norm, num_rotated, head_dim)
-        embed_qkv = adjacent_rotary_pairs(weights.embed_qkv * weights.input_layernorm, num_rotated, head_dim)
+        hidden_qkv, embed_qkv = (
+            layer_proposer.adjacent_rotary_pairs(matrix * norm, num_rotated, head_dim) for matrix, norm in (
+                (weights.hidden_qkv, weights.hidden_norm), (weights.embed_qkv, weights.input_layernorm)))
         self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
-        self._post_attention = InferencePostAttention(weights.post_attention, dtype)
+        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
         self._norm = weights.norm.to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
-        self._token_qkv = TokenProjection(embed_VH, self._embed_half, embed_qkv.shape[0])
-
-    def _embed_half(self, embed_TH: Tensor) -> Tensor:
-        return self._embed_qkv(rms_normalise(embed_TH, self._eps))
+        self._token_qkv = layer_proposer.TokenProjection(
+            embed_VH, lambda embed_TH: self._embed_qkv(rms_normalise(embed_TH, self._eps)), embed_qkv.shape[0])
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         aux_TAH = aux_TAH.to(self._eps.dtype)
@@ -200,14 +184,14 @@ class _InferenceLayer:
         return self._lm_head(normed), hidden_TH if self._norm is None else normed * self._norm
 
 
-class Eagle3Proposer(LayerProposer):
+class Eagle3Proposer(layer_proposer.LayerProposer):
     """An Eagle3Drafter with its target's embedding, for decoding."""
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
         """`embed_VH` is the target's embedding [V, H]; drafting computes in its dtype."""
         with torch.inference_mode():
             layer = _InferenceLayer(drafter, embed_VH, embed_VH.dtype)
-            ids = target_ids(drafter.vocabulary, embed_VH.device)
+            ids = layer_proposer.target_ids(drafter.vocabulary, embed_VH.device)
         super().__init__(layer, drafter.config, drafter.config.aux_layers, embed_VH.dtype, ids)
 
 
@@ -232,7 +216,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load_drafter(directory)
-    refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
+    checkpoint.refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
     return Eagle3Proposer(drafter, target.embed_weight)
 
 

@@ -1,4 +1,4 @@
-"""MeasuredBlocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
+"""Blocks of prompts through one setting at one concurrency, and the benchmark's higher concurrencies in blocks.
 
 A closed loop: as soon as an answer ends the next request is admitted, so the concurrency stays constant. The block ends
 when no request waits and a slot is empty; answers still being decoded are truncated and their tokens so far are
@@ -24,19 +24,13 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine, EngineRun
+from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
 from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS, make_request
-from eyrie_workers.measure.intervals import (
-    Tally,
-    acceptance_length,
-    add_histograms,
-    interleaved,
-    speed_interval,
-    speed_ratio,
-)
+from eyrie_workers.measure.intervals import Tally
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
@@ -94,7 +88,14 @@ class BlockRunner:
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         run = self.session.bench.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
-        return block_run(setting, concurrency, temperature, rung, run)
+        depth = setting.tree.num_steps if setting.tree is not None else 0
+        histograms = [(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)]
+        histogram = intervals.add_histograms(histograms)
+        return BlockRun(
+            concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
+            tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
+            answers={answer.id: answer.token_ids for answer in run.answers},
+            whole=tuple(answer.id for answer in run.answers if answer.whole))
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
@@ -131,16 +132,6 @@ def block_size(concurrency: int) -> int:
     return 2 * concurrency
 
 
-def block_run(setting: Setting, concurrency: int, temperature: float, rung: int, run: EngineRun) -> BlockRun:
-    depth = setting.tree.num_steps if setting.tree is not None else 0
-    histogram = add_histograms([(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)])
-    return BlockRun(
-        concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
-        tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
-        answers={answer.id: answer.token_ids for answer in run.answers},
-        whole=tuple(answer.id for answer in run.answers if answer.whole))
-
-
 def comparable(first: BlockRun, second: BlockRun, request_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The two answers to a request: truncated ones up to the shorter one, complete ones whole, because they must also
     end at the same token."""
@@ -167,9 +158,9 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
     """
     if all_ready:
         return [(setting, block) for turn, block in enumerate(blocks, first_turn)
-                for setting in interleaved(active, turn)]
+                for setting in intervals.interleaved(active, turn)]
     half = (len(blocks) + 1) // 2
-    others = interleaved([setting for setting in active if setting != OFF], first_turn)
+    others = intervals.interleaved([setting for setting in active if setting != OFF], first_turn)
     return [*((OFF, block) for block in blocks[:half]), *((setting, block) for setting in others for block in blocks),
             *((OFF, block) for block in blocks[half:])]
 
@@ -180,7 +171,7 @@ class ConcurrentBenchmark:
     def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: MeasuredBlocks) -> None:
         self._spec, self._setting, self._blocks = spec, setting, blocks
         self._concurrencies = [concurrency for concurrency in spec.concurrencies if concurrency > 1]
-        # MeasuredBlocks of each temperature and variant: as many as ask every request once. One block has no interval.
+        # Blocks of each temperature and variant: as many as ask every request once. One block has no interval.
         num_requests = len(blocks.runner.prompts) * spec.repeats
         self._rungs = {concurrency: max(2, math.ceil(num_requests / block_size(concurrency)))
                        for concurrency in self._concurrencies}
@@ -239,9 +230,9 @@ class ConcurrentBenchmark:
                     ties += divergence.is_tie(session.dtype)
         return ConcurrencyReport(
             concurrency=concurrency, temperature=temperature, requests=sum(len(run.answers) for run in drafted),
-            tau=acceptance_length(add_histograms([run.accepted_histogram for run in drafted])),
-            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=speed_ratio(tallies),
-            speedup_interval=speed_interval([tallies], self._spec.seed),
+            tau=intervals.acceptance_length(intervals.add_histograms([run.accepted_histogram for run in drafted])),
+            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=intervals.speed_ratio(tallies),
+            speedup_interval=intervals.speed_interval([tallies], self._spec.seed),
             identical=sum(num_identical(ours, theirs) for ours, theirs in zip(drafted, plain, strict=True)),
             near_ties=ties, compared=compared, divergences=tuple(lines))
 

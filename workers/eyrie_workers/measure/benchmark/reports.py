@@ -13,24 +13,11 @@ from eyrie_api.contract.reports import BenchmarkReport, CellReport
 from eyrie_api.contract.stages import BenchmarkStage, TuneStage
 from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_workers.machine import environment
+from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import (
-    BASELINE,
-    Entry,
-    Sample,
-    Unit,
-    Variant,
-    unit_seed,
-)
-from eyrie_workers.measure.intervals import (
-    Tally,
-    acceptance_length,
-    add_histograms,
-    conditional_acceptance,
-    speed_interval,
-    speed_ratio,
-)
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, Variant, unit_seed
+from eyrie_workers.measure.intervals import Tally
 
 PromptKey = tuple[str, str]
 
@@ -76,12 +63,13 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
     drafted = [sample for result in results for sample in result.drafted]
     baseline = [sample for result in results for sample in result.baseline]
     tallies = [result.tally for result in results]
-    histogram = add_histograms([sample.accepted_histogram for sample in drafted])
+    histogram = intervals.add_histograms([sample.accepted_histogram for sample in drafted])
     return CellReport(
         suite=suite, temperature=temperature, tree=tree, prompts=len(results), tokens=_tokens(drafted),
-        tau=acceptance_length(histogram), acceptance=conditional_acceptance(histogram), accepted_histogram=histogram,
-        tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=speed_ratio(tallies),
-        speedup_interval=speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
+        tau=intervals.acceptance_length(histogram), acceptance=intervals.conditional_acceptance(histogram),
+        accepted_histogram=histogram,
+        tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=intervals.speed_ratio(tallies),
+        speedup_interval=intervals.speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
         near_ties=near_ties, compared=compared, divergences=tuple(divergences))
 

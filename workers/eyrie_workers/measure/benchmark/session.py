@@ -25,16 +25,7 @@ from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine import ProcessorTime, cpu_count, interference, machine_lock
-from eyrie_workers.measure.benchmark.variants import (
-    BASELINE,
-    Bench,
-    Entry,
-    Sample,
-    Unit,
-    UnitKey,
-    Variant,
-    entry_of,
-)
+from eyrie_workers.measure.benchmark.variants import BASELINE, Bench, Entry, Sample, Unit, UnitKey, Variant, entry_of
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.sglang.managed_engine import SglangEngine

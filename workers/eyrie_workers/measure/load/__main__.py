@@ -27,7 +27,7 @@ from eyrie_api.cli.plots import write_figures
 from eyrie_api.cli.tables import count, times
 from eyrie_api.cli.verbs import Screen
 from eyrie_api.contract.benchmark import QUICKSTART_SUITES, SuiteSpec
-from eyrie_api.contract.load import LoadCell, LoadComparison, LoadReport, LoadSpec, Quantiles, ServiceLevel
+from eyrie_api.contract.load import LoadComparison, LoadReport, LoadSpec, Quantiles, ServiceLevel
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -53,7 +53,7 @@ _UNITS = {"closed": "USERS", "open": "REQ/S"}
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="eyrie load", description="Load-test OpenAI-compatible servers and compare them.",
+        prog="eyrie load-test", description="Load-test OpenAI-compatible servers and compare them.",
         epilog="The variant named `off`, or else the first one, is the baseline of the comparison.")
     parser.add_argument("--variant", action="append", required=True, metavar="NAME=URL",
                         help="a server, its URL up to and including /v1; once per server")
@@ -133,17 +133,15 @@ def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
             if not key:
                 raise InvalidInput(f"--api-key-env names {variables[name]}, which is not set",
                                    f"export {variables[name]}=<key>, or leave the option out")
-        model = models.get(name) or _only_model(name, url, key)
+        model = models.get(name)
+        if not model:
+            listed = asyncio.run(served_models(url, key, _MODELS_TIMEOUT_S))
+            if len(listed) != 1:
+                raise InvalidInput(f"variant {name!r} serves {len(listed)} models: {', '.join(listed[:8])}",
+                                   f"choose one: --model {name}=<model>")
+            model = listed[0]
         variants.append(LoadEndpoint(name, url, model, key, what.get(name, "")))
     return variants
-
-
-def _only_model(name: str, url: str, key: str | None) -> str:
-    listed = asyncio.run(served_models(url, key, _MODELS_TIMEOUT_S))
-    if len(listed) != 1:
-        raise InvalidInput(f"variant {name!r} serves {len(listed)} models: {', '.join(listed[:8])}",
-                           f"choose one: --model {name}=<model>")
-    return listed[0]
 
 
 def read_prompts(sources: Sequence[str], seed: int) -> list[Prompt]:
@@ -157,16 +155,13 @@ def read_prompts(sources: Sequence[str], seed: int) -> list[Prompt]:
         if not equals:
             path = source
             category = source.partition(":")[2] if source.startswith("quickstart:") else Path(source).name.split(".")[0]
+        name = "".join(c if c.isascii() and c.isalnum() else "-" for c in category.lower()).strip("-")
         try:
-            suites.append(SuiteSpec(name=_as_name(category), path=path, max_prompts=_MAX_PROMPTS))
+            suites.append(SuiteSpec(name=name, path=path, max_prompts=_MAX_PROMPTS))
         except ValidationError:
             raise InvalidInput(f"--prompts {source!r} has no valid category name",
                                "write <category>=<file>, with the category in lower-case letters") from None
     return [prompt for suite in suites for prompt in load_suite(suite, seed=seed)]
-
-
-def _as_name(text: str) -> str:
-    return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text.lower()).strip("-")
 
 
 def _numbers(text: str | None, flag: str) -> list[float]:
@@ -225,19 +220,16 @@ def levels_table(report: LoadReport, mode: Mode) -> Table:
     levels = sorted((level for level in report.levels if level.mode == mode), key=lambda level: level.level)
     previous_level = None
     for level in levels:
-        row = [f"{level.level:g}" if level.level != previous_level else "", level.variant, *_cell_columns(level.total)]
+        cell = level.total
+        row = [f"{level.level:g}" if level.level != previous_level else "", level.variant,
+               f"{cell.completed}/{cell.requests}", f"{cell.tokens_per_s:.0f}", f"{cell.tokens_per_s_per_user:.1f}",
+               _p50_p99(cell.ttft_s, 1e3), _p50_p99(cell.inter_token_s, 1e3), _p50_p99(cell.end_to_end_s, 1.0),
+               "-" if cell.tau is None else f"{cell.tau:.2f}"]
         if report.spec.slo is not None:
-            row.append("-" if level.total.goodput_per_s is None else f"{level.total.goodput_per_s:.2f}")
+            row.append("-" if cell.goodput_per_s is None else f"{cell.goodput_per_s:.2f}")
         table.add_row(*row)
         previous_level = level.level
     return table
-
-
-def _cell_columns(cell: LoadCell) -> list[str]:
-    return [
-        f"{cell.completed}/{cell.requests}", f"{cell.tokens_per_s:.0f}", f"{cell.tokens_per_s_per_user:.1f}",
-        _p50_p99(cell.ttft_s, 1e3), _p50_p99(cell.inter_token_s, 1e3), _p50_p99(cell.end_to_end_s, 1.0),
-        "-" if cell.tau is None else f"{cell.tau:.2f}"]
 
 
 def comparisons_table(comparisons: Sequence[LoadComparison]) -> Table:
@@ -271,17 +263,13 @@ def findings(report: LoadReport) -> list[str]:
         variant, baseline = closed[0].variant, closed[0].baseline
         loads = sorted(comparison.level for comparison in closed if comparison.variant == variant)
         if report.crossover is None:
-            lines.append(
-                f"{variant} gives all users together at least as many tokens per second as {baseline} at every "
-                f"load measured ({loads[0]:g} to {loads[-1]:g} users)."
-            )
+            lines.append(f"{variant} gives all users together at least as many tokens per second as {baseline} at "
+                         f"every load measured ({loads[0]:g} to {loads[-1]:g} users).")
         elif report.crossover <= loads[0]:
             lines.append(f"{variant} is slower than {baseline} for all users together already at {loads[0]:g} users.")
         else:
-            lines.append(
-                f"{variant} falls below {baseline} for all users together at about {report.crossover:.1f} users: "
-                "the crossover."
-            )
+            lines.append(f"{variant} falls below {baseline} for all users together at about "
+                         f"{report.crossover:.1f} users: the crossover.")
     if report.spec.temperature == 0.0:
         differ = [comparison for comparison in report.comparisons if comparison.identical < comparison.compared]
         if differ:

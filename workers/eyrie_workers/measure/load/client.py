@@ -23,12 +23,7 @@ import numpy as np
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.measure.load.completion_stream import (
-    FloatArray,
-    TokenCounting,
-    read_stream,
-    read_stream_in_slices,
-)
+from eyrie_workers.measure.load.completion_stream import FloatArray, TokenCounting, read_stream, read_stream_in_slices
 from eyrie_workers.measure.load.http_client import ConnectionPool, HttpResponse, RequestFailed, parse_url
 
 _PATH = "/chat/completions"
@@ -45,8 +40,6 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LoadEndpoint:
-    """A server under load, and the name of the variant it serves."""
-
     name: str
     url: str
     """Up to and including /v1."""

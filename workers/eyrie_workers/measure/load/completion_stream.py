@@ -37,8 +37,6 @@ _UNFINISHED = ("abort", "error")
 
 @dataclass(frozen=True, eq=False)
 class StreamedCompletion:
-    """A complete completion."""
-
     id: str
     tokens: int
     counting: TokenCounting
@@ -138,7 +136,19 @@ def read_stream_in_slices(chunks: Sequence[tuple[float, bytes]]) -> Generator[No
                              else "the stream contains no completion")
     if columns.finish_reason in _UNFINISHED:
         raise RequestFailed("Aborted", f"the server ended the completion with finish reason {columns.finish_reason!r}")
-    return _completion(columns)
+    counting, counts = _token_counts(columns)
+    arrived = counts > 0
+    times, counts = np.asarray(columns.at, dtype=np.float64)[arrived], counts[arrived]
+    # There is at least one chunk, the one with the finish reason, but there may be no token.
+    ids = columns.last_ids if columns.last_ids is not None else (columns.ids or None)
+    # Tokens that arrive together share the time since the previous arrival; those of the first arrival have none.
+    gaps_s = np.zeros(0) if len(times) == 0 else np.concatenate(
+        [np.zeros(counts[0] - 1), np.repeat(np.diff(times) / counts[1:], counts[1:])])
+    return StreamedCompletion(
+        id=columns.id, tokens=int(counts.sum()), counting=counting, first_at=float(times[0]) if len(times) else None,
+        gaps_s=gaps_s, finish_reason=columns.finish_reason,
+        text="\x1f".join("".join(text) for text in columns.texts.values()),
+        token_ids=None if ids is None else tuple(ids), histogram=columns.histogram, proposed=columns.proposed)
 
 
 def read_stream(chunks: Sequence[tuple[float, bytes]]) -> StreamedCompletion:
@@ -194,22 +204,6 @@ def _add_choice(columns: _Columns, at: float, choice: Mapping[str, Any], cumulat
         columns.num_ids.append(len(ids))
         columns.cumulative_usage.append(cumulative)
         columns.text_lengths.append(length)
-
-
-def _completion(columns: _Columns) -> StreamedCompletion:
-    counting, counts = _token_counts(columns)
-    arrived = counts > 0
-    at, counts = np.asarray(columns.at, dtype=np.float64)[arrived], counts[arrived]
-    # There is at least one chunk, the one with the finish reason, but there may be no token.
-    ids = columns.last_ids if columns.last_ids is not None else (columns.ids or None)
-    # Tokens that arrive together share the time since the previous arrival; those of the first arrival have none.
-    gaps_s = np.zeros(0) if len(at) == 0 else np.concatenate(
-        [np.zeros(counts[0] - 1), np.repeat(np.diff(at) / counts[1:], counts[1:])])
-    return StreamedCompletion(
-        id=columns.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
-        gaps_s=gaps_s, finish_reason=columns.finish_reason or "",
-        text="\x1f".join("".join(text) for text in columns.texts.values()),
-        token_ids=None if ids is None else tuple(ids), histogram=columns.histogram, proposed=columns.proposed)
 
 
 def _token_counts(columns: _Columns) -> tuple[TokenCounting, npt.NDArray[np.int64]]:

@@ -66,10 +66,6 @@ class EndpointUrl:
         default_port = self.port == (443 if self.scheme == "https" else 80)
         return f"{self.scheme}://{host}{'' if default_port else f':{self.port}'}{self.path}"
 
-    @property
-    def host_header(self) -> str:
-        return self.url.split("//", 1)[1].split("/", 1)[0]
-
 
 def parse_url(url: str) -> EndpointUrl:
     """Parse an http(s) URL. Raises InvalidInput, whose message omits credentials."""
@@ -102,7 +98,7 @@ def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
     except ValueError:
         is_loopback = url.host == "localhost"
     # Loopback addresses never use a proxy, whether or not NO_PROXY contains them.
-    if not named or proxy_bypass(url.host_header) or is_loopback:
+    if not named or proxy_bypass(urlsplit(url.url).netloc) or is_loopback:
         return None
     variable = f"{url.scheme.upper()}_PROXY"
     proxy = parse_url(named if "://" in named else f"http://{named}")
@@ -196,7 +192,13 @@ class ConnectionPool:
                                          timeout=timeout, allow_redirects=False, trace_request_ctx=exchange,
                                          **proxy) as response:
             try:
-                chunks = await _read_body(response)
+                chunks, size, read = list[tuple[float, bytes]](), 0, response.content.readany
+                while chunk := await read():
+                    chunks.append((time.perf_counter(), chunk))
+                    size += len(chunk)
+                    if size > MAX_BODY_BYTES:
+                        response.close()  # the rest is not read: the connection cannot be used again
+                        raise RequestFailed("Oversized", f"the response is larger than {MAX_BODY_BYTES >> 20} MiB")
             except _DISCONNECTED as error:
                 raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
             headers = {name.lower(): value for name, value in response.headers.items()}
@@ -238,14 +240,3 @@ def _tracing() -> aiohttp.TraceConfig:
     config.on_connection_reuseconn.append(reuse)
     config.on_request_headers_sent.append(headers_sent)
     return config
-
-
-async def _read_body(response: aiohttp.ClientResponse) -> list[tuple[float, bytes]]:
-    chunks, size, read = list[tuple[float, bytes]](), 0, response.content.readany
-    while chunk := await read():
-        chunks.append((time.perf_counter(), chunk))
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            response.close()  # the rest is not read: the connection cannot be used again
-            raise RequestFailed("Oversized", f"the response is larger than {MAX_BODY_BYTES >> 20} MiB")
-    return chunks

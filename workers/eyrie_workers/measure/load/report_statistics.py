@@ -19,13 +19,7 @@ import numpy as np
 
 from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
 from eyrie_api.contract.model import Interval
-from eyrie_workers.measure.intervals import (
-    acceptance_length,
-    add_histograms,
-    conditional_acceptance,
-    interval_around,
-    standard_error,
-)
+from eyrie_workers.measure import intervals
 from eyrie_workers.measure.load.client import RequestResult
 from eyrie_workers.measure.load.completion_stream import FloatArray
 from eyrie_workers.measure.load.schedule import RequestLevel
@@ -69,12 +63,6 @@ def meets_slo(result: RequestResult, slo: ServiceLevel) -> bool:
     return all(value is not None and value <= bound for value, bound in pairs if bound is not None)
 
 
-def uses_speculation(results: Iterable[RequestResult]) -> bool:
-    """Whether a variant drafts. An engine that does not may still report rounds, all without accepted tokens, and a
-    single response of an engine that drafts may have none accepted. So all responses are considered."""
-    return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in results)
-
-
 def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
     """Statistics of one variant at one level, of one category or all. `drafting`: whether the variant drafts."""
     completed = [result for result in results if result.failure is None]
@@ -85,7 +73,7 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
     tokens = sum(result.tokens for result in completed)
     rates, num_rated = _rates(completed)
     histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
-    histogram = add_histograms(histograms)
+    histogram = intervals.add_histograms(histograms)
     has_rounds = sum(histogram) > 0
     return LoadCell(
         requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
@@ -96,15 +84,18 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
         end_to_end_s=quantiles(np.array([result.end_to_end_s for result in completed])),
         goodput_per_s=sum(meets_slo(result, spec.slo) for result in results) / seconds
         if spec.slo is not None and seconds > 0 else None,
-        tau=acceptance_length(histogram) if has_rounds else None,
+        tau=intervals.acceptance_length(histogram) if has_rounds else None,
         tau_interval=_tau_interval(completed, spec.seed) if has_rounds else None,
-        acceptance=conditional_acceptance(histogram), accepted_histogram=histogram)
+        acceptance=intervals.conditional_acceptance(histogram), accepted_histogram=histogram)
 
 
 def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
     """The report of one variant at one level, with its categories."""
     categories = dict.fromkeys(result.category for result in level.results)
-    drafting = uses_speculation(level.results)
+    # An engine that does not draft may report rounds too, all without accepted tokens, and a single response of one
+    # that drafts may have none accepted: all responses are considered.
+    drafting = any(result.proposed or (result.histogram is not None and len(result.histogram) > 1)
+                   for result in level.results)
     return LoadLevel(
         variant=level.variant, mode=level.level.mode, level=level.level.value,
         total=load_cell(level.results, level.seconds, spec, drafting=drafting),
@@ -116,7 +107,13 @@ def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
 
 def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) -> LoadComparison | None:
     """A variant compared with the baseline at one level; None unless both completed a common prompt."""
-    pairs = _by_prompt(variant.results, baseline.results)
+    # Results of both variants by prompt, without prompts that one variant never completed.
+    by_prompt: dict[PromptKey, Pair] = {}
+    for side, results in enumerate((variant.results, baseline.results)):
+        for result in results:
+            if result.failure is None:
+                by_prompt.setdefault((result.category, result.prompt_id), ([], []))[side].append(result)
+    pairs = [pair for pair in by_prompt.values() if pair[0] and pair[1]]
     if not pairs:
         return None
     ours, theirs = level_report(variant, spec), level_report(baseline, spec)
@@ -124,14 +121,16 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     user = _ratio(ours.total, theirs.total)
     if not throughput or not user:
         return None
-    compared, identical = _identical(pairs.values())
+    compared, identical = _identical(pairs)
     by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
                    for name in ours.by_category.keys() & theirs.by_category.keys()}
     return LoadComparison(
         variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
         throughput_ratio=throughput,
-        throughput_interval=_interval(throughput, pairs.values(), _tokens_and_seconds, spec.seed),
-        user_ratio=user, user_interval=_interval(user, pairs.values(), _rates, spec.seed),
+        throughput_interval=_interval(throughput, pairs, lambda results: (
+            float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)),
+            spec.seed),
+        user_ratio=user, user_interval=_interval(user, pairs, _rates, spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
         by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
@@ -166,16 +165,6 @@ def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
 Pair = tuple[list[RequestResult], list[RequestResult]]
 
 
-def _by_prompt(ours: Sequence[RequestResult], theirs: Sequence[RequestResult]) -> dict[PromptKey, Pair]:
-    """Results of both variants by prompt, without prompts that one variant never completed."""
-    pairs: dict[PromptKey, Pair] = {}
-    for side, results in enumerate((ours, theirs)):
-        for result in results:
-            if result.failure is None:
-                pairs.setdefault((result.category, result.prompt_id), ([], []))[side].append(result)
-    return {key: pair for key, pair in pairs.items() if pair[0] and pair[1]}
-
-
 def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
     """Number of prompts that both completed, and of those with equal outputs in all repeats."""
     compared = identical = 0
@@ -192,11 +181,6 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
     return compared, identical
 
 
-def _tokens_and_seconds(results: Sequence[RequestResult]) -> tuple[float, float]:
-    """Tokens, and the time until they were complete."""
-    return float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)
-
-
 def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
     """Sum of the requests' tokens per second, and the number of requests."""
     rates = [result.tokens / result.end_to_end_s for result in results if result.end_to_end_s > 0]
@@ -210,8 +194,8 @@ def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[Re
     fields = fields[(fields > 0).all(axis=1)]  # a prompt without tokens has no rate
     if len(fields) < 2:
         return Interval(low=value, high=value)
-    error = standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
-    return interval_around(value, error, len(fields))
+    error = intervals.standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
+    return intervals.interval_around(value, error, len(fields))
 
 
 def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
@@ -220,11 +204,11 @@ def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
     for result in completed:
         if result.histogram is not None and sum(result.histogram) > 0:
             by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
-    summed = [add_histograms(histograms) for histograms in by_prompt.values()]
-    value = acceptance_length(add_histograms(summed))
+    summed = [intervals.add_histograms(histograms) for histograms in by_prompt.values()]
+    value = intervals.acceptance_length(intervals.add_histograms(summed))
     if len(summed) < 2:
         return Interval(low=value, high=value)
     fields = np.array([(sum(k * n for k, n in enumerate(h)), sum(h)) for h in summed], dtype=np.float64)
-    error = standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
-    around = interval_around(value, error, len(summed))
+    error = intervals.standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
+    around = intervals.interval_around(value, error, len(summed))
     return Interval(low=max(1.0, around.low), high=around.high)

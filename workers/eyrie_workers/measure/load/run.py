@@ -98,17 +98,14 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
                 on_progress(before + done, total, label)
 
         parts.append(measure([endpoint], prompts, spec, progress, pause_point))
-    return model, _joined(parts)
-
-
-def _joined(parts: Sequence["LoadTestResults"]) -> "LoadTestResults":
-    """Load tests of single variants as one; parts of the same variant are added."""
+    # The load tests of single variants as one; parts of the same variant are added.
     by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
     for new in (level for part in parts for level in part.levels):
         old = by_level.get((new.variant, new.level))
         by_level[new.variant, new.level] = new if old is None else old + new
-    return LoadTestResults({name: what for part in parts for name, what in part.variants.items()},
-                           list(by_level.values()), list(dict.fromkeys(note for part in parts for note in part.notes)))
+    return model, LoadTestResults(
+        {name: what for part in parts for name, what in part.variants.items()}, list(by_level.values()),
+        list(dict.fromkeys(note for part in parts for note in part.notes)))
 
 
 def load_report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: str, seconds: float) -> LoadReport:
@@ -128,8 +125,6 @@ def load_report(model: str, run: "LoadTestResults", spec: LoadSpec, baseline: st
 
 @dataclass
 class LoadTestResults:
-    """The results of a load test before the report is computed."""
-
     variants: dict[str, str]
     levels: list[LevelResults] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -144,7 +139,14 @@ def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: L
                            "give each server its own name")
     if not prompts:
         raise InvalidInput("a load test needs at least one prompt", "give a file with prompts, or quickstart")
-    _raise_file_limit(max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec)))
+    # Every connection is an open file: raise the limit where it is lower.
+    wanted = max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec))
+    need, (soft, hard) = wanted + _SPARE_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < need:
+        if hard != resource.RLIM_INFINITY and hard < need:
+            raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
+                               f"raise the limit (ulimit -n {need}), or use lower levels")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
     return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point).run())
 
 
@@ -182,8 +184,14 @@ class _LoadTest:
                         else client.origin.url for name, client in self._clients.items()}
         run = LoadTestResults(descriptions, list(by_level.values()))
         run.notes = [note for client in self._clients.values() for note in client.notes]
-        run.notes += [note for level in run.levels for note in _failure_notes(level)]
         for level in run.levels:
+            failed: dict[str, list[RequestResult]] = {}
+            for result in level.results:
+                if result.failure is not None:
+                    failed.setdefault(result.failure, []).append(result)
+            run.notes += [f"{level.variant}, {level.level.label()}: {len(results)} of {len(level.results)} requests "
+                          f"failed ({reason}), the first because {results[0].detail}"
+                          for reason, results in sorted(failed.items())]
             share = level.cpu_s / level.seconds if level.seconds > 0 else 0.0
             if share > _SATURATED:
                 run.notes.append(f"{level.variant}, {level.level.label()}: the load generator itself used {share:.0%} "
@@ -287,27 +295,3 @@ class _LoadTest:
         self._done += more
         if self._on_progress is not None:
             self._on_progress(self._done, self._total, label)
-
-
-def _failure_notes(level: LevelResults) -> list[str]:
-    """One line per failure reason, with the first failed request's message."""
-    failed: dict[str, list[RequestResult]] = {}
-    for result in level.results:
-        if result.failure is not None:
-            failed.setdefault(result.failure, []).append(result)
-    return [
-        f"{level.variant}, {level.level.label()}: {len(results)} of {len(level.results)} requests failed ({reason}), "
-        f"the first because {results[0].detail}"
-        for reason, results in sorted(failed.items())
-    ]
-
-
-def _raise_file_limit(wanted: int) -> None:
-    """Raise the limit of open files for so many connections. Raises InvalidInput when the system does not allow it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < need:
-        if hard != resource.RLIM_INFINITY and hard < need:
-            raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
-                               f"raise the limit (ulimit -n {need}), or use lower levels")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

@@ -22,6 +22,7 @@ everything goes through `speculation.protocol`.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -72,17 +73,6 @@ class Probe:
     texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # answers by request
     rounds: list[Round] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)  # prefill seconds of each request
-
-
-def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
-    """Of each width the shallowest shape with the fewest nodes, and the deepest with the most."""
-    chosen: dict[DraftTreeShape, None] = {}
-    for width in sorted({shape.top_k for shape in shapes}):
-        same = sorted((shape for shape in shapes if shape.top_k == width),
-                      key=lambda shape: (shape.num_steps, shape.num_draft_tokens))
-        for shape in (same[0], same[-1]):
-            chosen[shape] = None
-    return list(chosen)
 
 
 def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, shapes: Sequence[DraftTreeShape | None],
@@ -366,7 +356,13 @@ def measure_from_outside(
                 if setting.tree is not None and (anchor := anchors.anchor_of(setting, runs)) is not None]
     else:
         for temperature in tune.temperatures:
-            profiler.answer_outside(concurrencies[-1], temperature)
+            # Undrafted answers of the session's engine to all prompts, to replay along.
+            between()
+            requests = runner.some_requests(prompts, temperature, 0, len(prompts))
+            answered = runner.session.bench.engine.generate(OFF.label(), requests, concurrencies[-1])
+            for request, answer in zip(requests, answered.answers, strict=True):
+                profiler.answers[request.id, temperature] = KnownAnswer(
+                    tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
         # Its servers verify `num_draft_tokens` nodes in every round, filled or not.
         replays = [replayed if replayed.setting.tree is None else replayed.model_copy(update={
             "done": replayed.done.model_copy(update={
@@ -382,8 +378,6 @@ def measure_from_outside(
 
 
 class _Profiler:
-    """Collects the parts of a profile."""
-
     def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
         self.runner, self.engines = runner, engines
@@ -402,8 +396,14 @@ class _Profiler:
             probed = requests if trained else [
                 replace(request, max_new_tokens=8 * _LOOKUP_ROUNDS) for request in requests[:concurrency]]
             # Rounds without drafting run in the drafter's probe, so all points of the step-time curve are of one run.
-            shapes = [*([None] if trained else []), *shapes_to_time(self._shapes(method))]
-            probe = run_probe(self.engines[method], probed, concurrency, shapes, self.between,
+            # Of each width the shallowest shape with the fewest nodes, and the deepest with the most.
+            shapes: dict[DraftTreeShape | None, None] = {None: None} if trained else {}
+            ordered = sorted(self._shapes(method),
+                             key=lambda shape: (shape.top_k, shape.num_steps, shape.num_draft_tokens))
+            for _, same in groupby(ordered, key=lambda shape: shape.top_k):
+                first, *others = same
+                shapes |= dict.fromkeys((first, *others[-1:]))
+            probe = run_probe(self.engines[method], probed, concurrency, list(shapes), self.between,
                               _ROUNDS if trained else _LOOKUP_ROUNDS)
             self.draft_times += draft_times(probe, method, concurrency, temperature)
             self._prefill_s.setdefault(method, []).extend(probe.prefill_s)
@@ -426,15 +426,6 @@ class _Profiler:
             engine.generate([request])
             plain.append(engine.stats.prefill_s - before)
         return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
-
-    def answer_outside(self, concurrency: int, temperature: float) -> None:
-        """Undrafted answers of the session's engine to all prompts, to replay along."""
-        self.between()
-        requests = self.runner.some_requests(self.prompts, temperature, 0, len(self.prompts))
-        run = self.runner.session.bench.engine.generate(OFF.label(), requests, concurrency)
-        for request, answer in zip(requests, run.answers, strict=True):
-            self.answers[request.id, temperature] = KnownAnswer(
-                tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
 
     def prefill_requests(self) -> list[Request]:
         """Requests whose answers end with their first token."""

@@ -144,7 +144,7 @@ class Race:
                  for key in keys if key[0] == temperature] for temperature in sorted({key[0] for key in keys})]
 
     def speedup(self, setting: Setting, against: Setting = OFF) -> float:
-        """MeasuredSetting, mean over temperatures, on common blocks."""
+        """Measured speed-up, mean over temperatures, on common blocks."""
         return 1.0 if setting == against else mean_speed_ratio(self._groups(setting, against))
 
     def interval(self, setting: Setting, against: Setting = OFF, seed: int = 0) -> Interval | None:

@@ -49,7 +49,9 @@ class CheckedValues:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_plain_json(dict(scope["headers"])):
+        headers = dict(scope["headers"]) if scope["type"] == "http" and scope["method"] == "POST" else {}
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" or b"content-encoding" in headers:
             await self._app(scope, receive, send)
             return
         received: list[_Message] = []
@@ -76,11 +78,6 @@ class CheckedValues:
             return message if message is not None else await receive()
 
         await self._app(scope, replay, send)
-
-
-def _is_plain_json(headers: dict[bytes, bytes]) -> bool:
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    return kind == b"application/json" and b"content-encoding" not in headers
 
 
 async def _refuse(send: _Send, status: int, error: dict[str, str | None]) -> None:
