@@ -39,7 +39,7 @@ from eyrie_api.errors import InvalidInput, NoChatTemplate
 
 Message = dict[str, Any]
 
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 """The longest published templates have 30 kB."""
 
 _PROBE_SECONDS, _PROBE_BYTES = 10, 2 << 30
@@ -96,9 +96,9 @@ class ChatTemplate:
         for name, (where, text) in sources.items():
             if not text.strip():
                 raise NoChatTemplate(f"the chat template in {where} is empty", "restore the model's own template")
-            if len(text) > MAX_TEMPLATE_BYTES:
-                raise NoChatTemplate(f"the chat template in {where} has {len(text)} characters, more than "
-                                     f"{MAX_TEMPLATE_BYTES}", "restore the model's own template")
+            if len(text) > MAX_TEMPLATE_CHARACTERS:
+                raise NoChatTemplate(f"the chat template in {where} has more than {MAX_TEMPLATE_CHARACTERS} characters",
+                                     "restore the model's own template")
             try:
                 self._templates[name] = environment.from_string(text)
             except (jinja2.TemplateSyntaxError, RecursionError) as error:
@@ -254,7 +254,7 @@ def read_sources(directory: Path, settings: Mapping[str, Any], legacy: Mapping[s
         if path.is_file():
             try:
                 with path.open(encoding="utf-8") as opened:
-                    sources[name] = (str(path), opened.read(MAX_TEMPLATE_BYTES + 1))
+                    sources[name] = (str(path), opened.read(MAX_TEMPLATE_CHARACTERS + 1))
             except (OSError, ValueError) as error:
                 raise NoChatTemplate(f"{path} cannot be read: {error}", "correct the template") from None
     return sources

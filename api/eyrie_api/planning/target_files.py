@@ -290,8 +290,8 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     outside = sorted((number, token) for token, number in tokens.items() if number >= vocab_size)
     if outside:
         number, token = outside[0]
-        warnings.append(f"{len(outside)} tokens of tokenizer.json have no embedding (the first is {token!r} with id "
-                        f"{number} of {vocab_size}): rows and requests whose text has one are refused")
+        warnings.append(f"tokens of tokenizer.json without an embedding: {len(outside)} (the first is {token!r} with "
+                        f"id {number} of {vocab_size}); rows and requests whose text has one are refused")
     end = _turn_end(form.turn_end, special_names)
     if end is not None and tokens[end] not in ends and end != named.get("eos_token"):
         warnings.append(f"the chat template ends an answer with {end!r}, which is no end token of the model: answers "
