@@ -221,8 +221,8 @@ PARTS = ("{% for m in messages %}{% for part in m.content %}{% if part.type == '
 WARNINGS: dict[str, tuple[Break, str]] = {
     "a token beyond the embedding": (
         edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"}, {"id": 320, "content": "<image>"}]),
-        "tokens of tokenizer.json without an embedding: 1 (the first is '<image>' with id 320 of 320); rows and requests "
-        "whose text has one are refused"),
+        "tokens of tokenizer.json without an embedding: 1 (the first is '<image>' with id 320 of 320); rows and "
+        "requests whose text has one are refused"),
     "a turn that ends with no end token": (
         edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"},
                                                {"id": 7, "content": "<turn>", "special": True}]),

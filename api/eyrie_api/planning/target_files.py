@@ -37,6 +37,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+_COMPARED_PLACES, _COMPARED_BYTES = 64, 1 << 14
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and a forward pass computes."""
@@ -76,6 +77,12 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
+    file: Path
+    begin: int
+    """Of its values in the file."""
+
+    size: int
+    """Bytes of its values."""
 
 
 def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
@@ -97,6 +104,13 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
             raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "
                                     "cannot be read here", "give the unquantised model")
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if facts.tie_word_embeddings and head is not None and embedding is not None and not _begin_alike(head, embedding):
+        raise UnsupportedTarget(
+            f"{directory}: config.json says that the output matrix is the embedding (tie_word_embeddings), and the "
+            "weights hold an lm_head.weight of other values, which would be ignored",
+            "set tie_word_embeddings to false in config.json if the model was trained with its own output matrix, else "
+            "save the weights again without lm_head.weight")
     if not known:
         return
     for name, shape in wanted.items():
@@ -113,6 +127,21 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
                                 f"describes, the first is {min(others)!r}: they would be ignored",
                                 "correct config.json, or merge and save the model with save_pretrained")
+
+
+def _begin_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors agree in type, shape and some of their values. A stage compares all (`targets.loading`)."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    places = range(0, one.size, max(one.size // _COMPARED_PLACES, 1))
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for place in places:
+            first.seek(one.begin + place)
+            second.seek(other.begin + place)
+            most = min(_COMPARED_BYTES, one.size - place)
+            if first.read(most) != second.read(most):
+                return False
+    return True
 
 
 def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str, tuple[int, ...]]:
@@ -229,8 +258,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
             header = json.loads(file.read(length))
-        tensors = {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
-                   if name != "__metadata__"}
+        tensors = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, after = entry["data_offsets"]
+                tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin,
+                                             after - begin)
         end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
                   default=0)
     except OSError as error:

@@ -302,8 +302,8 @@ class _Divider:
             return None
         self._seen.add(key)
         # As the template has it, also where an endpoint renders the messages.
-        messages = [message | ({"role": "system"} if message["role"] == "developer" and not self._tokenizer.form.developer
-                               else {}) for message in row.prompt]
+        as_system = {"role": "system"} if not self._tokenizer.form.developer else {}
+        messages = [message | as_system if message["role"] == "developer" else message for message in row.prompt]
         tools, source = list(row.tools), self._sources[row.source]
         answer = row.messages[len(row.prompt)] if len(row.messages) > len(row.prompt) else None
         if answer is None and self._rules.data.answered:
