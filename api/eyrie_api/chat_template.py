@@ -50,10 +50,12 @@ _ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError
 
 _SYSTEM, _USER, _ANSWER, _LAST, _RESULT, _ARGUMENT, _THOUGHT, _DEVELOPER = (
     f"Word{number}x" for number in range(8))
-_CALL = {"id": "call00000", "type": "function",
+_CALL: Message = {"id": "call00000", "type": "function",
          "function": {"name": "lookup", "arguments": json.dumps({"place": _ARGUMENT})}}
-_TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Look a place up.", "parameters": {
-    "type": "object", "properties": {"place": {"type": "string", "description": "Its name."}}, "required": ["place"]}}}]
+_TOOLS: list[Message] = [{"type": "function", "function": {
+    "name": "lookup", "description": "Look a place up.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Its name."}},
+                   "required": ["place"]}}}]
 
 
 class Form(Frozen):
@@ -177,9 +179,8 @@ def probe(template: ChatTemplate) -> Form:
 
     # 4. Calls and results of tools. An object printed in Python's syntax is not what a model was trained on.
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    result = {"role": "tool", "content": _RESULT, "name": "lookup", "tool_call_id": _CALL["id"]}
-    in_python = repr(json.loads(_CALL["function"]["arguments"]))  # type: ignore[index]
-    texts = {kind: rendered(form.model_copy(update={"arguments": kind}), user, called, result, generate=True,
+    in_python = repr({"place": _ARGUMENT})
+    texts = {kind: rendered(form.model_copy(update={"arguments": kind}), user, called, _result(), generate=True,
                             tools=True) for kind in ("object", "text")}
     whole = [kind for kind, text in texts.items() if text is not None and _ARGUMENT in text and in_python not in text]
     kind = whole[0] if whole else "object" if texts["object"] is not None else "text"
@@ -194,6 +195,25 @@ def probe(template: ChatTemplate) -> Form:
     shown = template.has_developer and _DEVELOPER in (
         rendered(form.model_copy(update={"developer": True}), developer, user, generate=True) or "")
     return form.model_copy(update=changes | {"arguments": kind, "developer": shown})
+
+
+def probes(form: Form) -> list[tuple[list[Message], list[Message]]]:
+    """Conversations and their tools, in normal form, that another renderer of the template can be compared on: of the
+    roles that the template neither refuses nor loses."""
+    unusable = {*form.lost, *form.refused}
+    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
+    found: list[tuple[list[Message], list[Message]]] = [([user, answer, {"role": "user", "content": _LAST}], [])]
+    if "system" not in unusable:
+        found.append(([{"role": "system", "content": _SYSTEM}, user], []))
+    if form.prints_reasoning:
+        found.append(([user, answer | {"reasoning_content": _THOUGHT}, {"role": "user", "content": _LAST}], []))
+    if not unusable & {"tool", "tool calls"}:
+        found.append(([user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _result()], _TOOLS))
+    return found
+
+
+def _result() -> Message:
+    return {"role": "tool", "content": _RESULT, "name": "lookup", "tool_call_id": _CALL["id"]}
 
 
 def require_text(form: Form, messages: Sequence[Mapping[str, Any]]) -> None:
