@@ -2,7 +2,8 @@
 names of roles in data sets.
 
 A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
-directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). What a file
+directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). Names that
+begin with a dot are no data, unless the pattern does: archives from a Mac hold `._NAME` next to each file. What a file
 holds is decided by its content, except parquet and compression, which the name must tell. Nothing walks a tree: users
 of the REST API give these paths.
 """
@@ -23,7 +24,7 @@ MAX_ROW_BYTES = 8 << 20
 """The longest row: 8 MiB of conversation are some two million tokens, which indicates a broken file."""
 
 ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
     "environment": "tool", "ipython": "tool",
@@ -55,13 +56,30 @@ def data_files(path: str) -> list[Path]:
         if given.is_file():
             return [given]
         if given.is_dir():
-            found = [file for file in given.iterdir() if file.name.endswith(SUFFIXES)]
+            listed = [file for file in given.iterdir() if names_data(file.name)]
         else:
-            found = [file for file in given.parent.iterdir() if fnmatchcase(file.name, given.name)] \
+            listed = [file for file in given.parent.iterdir() if names_data(file.name, given.name)] \
                 if is_pattern(path) else []
-        return sorted(file for file in found if file.is_file())
+        return sorted(file for file in listed if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
+
+
+def names_data(name: str, pattern: str = "") -> bool:
+    """Whether a file of a directory is data by its name."""
+    if name.startswith(".") and not pattern.startswith("."):
+        return False
+    return fnmatchcase(name, pattern) if pattern else name.endswith(SUFFIXES)
+
+
+SAVED_TO_DISK_HINT = ("write its rows as parquet: datasets.load_from_disk(DIR).to_parquet(FILE), for each split of a "
+                      "DatasetDict")
+
+
+def saved_to_disk(directory: Path) -> bool:
+    """Whether it is a data set as `save_to_disk` of the datasets library writes it: Arrow files, which are not read."""
+    return (directory / "dataset_dict.json").is_file() or (
+        (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file())
 
 
 def begins_array(start: bytes) -> bool:

@@ -155,7 +155,7 @@ def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings
     check(job_spec(target={"model": str(target)}), settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (target / name).unlink()
-    refused(settings, NoChatTemplate, "no tokenizer", target={"model": str(target)})
+    refused(settings, UnsupportedTarget, "no tokenizer", target={"model": str(target)})
 
 
 def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Path, tmp_path: Path) -> None:

@@ -120,10 +120,23 @@ TARGETS: dict[str, tuple[Break, str]] = {
     "tokenizer that is not JSON": (written("tokenizer.json", "[1,"),
                                    "{d}/tokenizer.json is not JSON: Expecting value: line 1 column 4 (char 3); "
                                    "download the model again"),
-    "vocabulary smaller than the tokenizer": (
-        edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"}, {"id": 320, "content": "<pad>"}]),
-        "{d}/tokenizer.json has token '<pad>' with id 320, and the model's vocabulary has 320 entries; resize the "
-        "model's embeddings (resize_token_embeddings), or remove the added tokens"),
+    "tokenizer.model alone": (renamed("tokenizer.json", "tokenizer.model"),
+                              "target directory {d} has no tokenizer.json, which is the only form of a tokenizer that "
+                              "is read; copy it next to config.json; of a tokenizer.model, make it with transformers: "
+                              "AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)"),
+    "template that loses the user": (
+        written("chat_template.jinja", "{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}"
+                                       "{% endfor %}"),
+        "the chat template of {d} loses the text of user in every form of a conversation: it would not reach the "
+        "prompt; restore the model's own template"),
+    "template that refuses everything": (
+        written("chat_template.jinja", "{{ raise_exception('not today') }}"),
+        "the target's chat template refuses this conversation: not today; check roles, their order and the content of "
+        "each message"),
+    "template of a megabyte": (
+        written("chat_template.jinja", "x" * (1 << 20) + "y"),
+        "the chat template in {d}/chat_template.jinja has more than 1048576 characters; restore the model's own "
+        "template"),
     "unknown special token": (edited("tokenizer_config.json", eos_token="<stop>"),
                               "target directory {d}: eos_token '<stop>' is not a token of tokenizer.json; save the "
                               "tokenizer again, or correct tokenizer_config.json"),
@@ -192,6 +205,55 @@ def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: st
         with pytest.raises(InvalidInput) as caught:
             submit(job_spec(target={"model": str(target)}), settings)
         assert str(caught.value) == text.replace("{d}", str(target))
+
+
+def test_a_template_that_does_not_end_is_stopped_and_refused(settings: Settings, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.chat_template._PROBE_SECONDS", 1)
+    target = target_directory(tmp_path / "target")
+    written("chat_template.jinja", "{% for a in range(99999) %}" * 9 + "x" + "{% endfor %}" * 9)(target)
+    with pytest.raises(InvalidInput, match="does not render a conversation of four short turns within 1 seconds"):
+        check(job_spec(target={"model": str(target)}), settings)
+
+
+PARTS = ("{% for m in messages %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+         "{% endfor %}<end>{% endfor %}")
+WARNINGS: dict[str, tuple[Break, str]] = {
+    "a token beyond the embedding": (
+        edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"}, {"id": 320, "content": "<image>"}]),
+        "tokens of tokenizer.json without an embedding: 1 (the first is '<image>' with id 320 of 320); rows and "
+        "requests whose text has one are refused"),
+    "a turn that ends with no end token": (
+        edited("tokenizer.json", added_tokens=[{"id": 2, "content": "<end>"},
+                                               {"id": 7, "content": "<turn>", "special": True}]),
+        "the chat template ends an answer with '<turn>', which is no end token of the model: answers would run to "
+        "their limit; add its id 7 to eos_token_id in generation_config.json"),
+    "a template without a place for tools": (
+        written("chat_template.jinja", "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+                                       "{% endfor %}"),
+        "the chat template has no place for tool: conversations with them are refused"),
+}
+
+
+@pytest.mark.parametrize("kind", WARNINGS)
+def test_what_a_target_does_with_some_conversations_is_a_warning_of_the_plan(settings: Settings, tmp_path: Path,
+                                                                             kind: str) -> None:
+    target = target_directory(tmp_path / "target")
+    change, warning = WARNINGS[kind]
+    change(target)
+    if kind.startswith("a turn"):
+        written("chat_template.jinja", "{% for m in messages %}{{ m.content }}<turn>{% endfor %}")(target)
+    assert warning in plan(job_spec(target={"model": str(target)}), settings).warnings
+
+
+def test_a_template_that_reads_parts_or_arguments_as_text_is_accepted(settings: Settings, tmp_path: Path) -> None:
+    target = target_directory(tmp_path / "target")
+    joined = ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+              "{{ c.function.name + c.function.arguments }}{% endfor %}<end>{% endfor %}")
+    for template in (PARTS, joined):
+        (target / "chat_template.jinja").write_text(template)
+        warnings = plan(job_spec(target={"model": str(target)}), settings).warnings
+        assert not [warning for warning in warnings if "tool calls" in warning and template == joined]
 
 
 ROWS = '{"question": "Say hi", "answer": "hi"}\n'

@@ -370,6 +370,43 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
 
+def test_no_error_of_a_client_counts_against_a_canary(harness: Harness, drafter: Path) -> None:
+    url = harness.serve(1).url
+    harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.9,), min_requests=1_000, max_step_s=600.0)))
+    harness.propose(drafter)
+    harness.tend_until(lambda _seen: bool(harness.events("canary")))
+    chat = "/chat/completions"
+    user = {"role": "user", "content": "Hi"}
+    deep: object = "x"
+    for _ in range(100):
+        deep = [deep]
+    bodies: list[object] = [
+        b"{", b"[]", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', {"messages": []}, {"messages": "x"},
+        {"messages": [user | {"role": "robot"}]}, {"messages": [user | {"wieght": 1}]},
+        {"messages": [user], "temprature": 1}, {"messages": [user], "max_tokens": 10**6},
+        {"messages": [user | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        {"messages": [user | {"content": "long " * 4000}]}, {"messages": [user], "model": "another"},
+        {"messages": [user], "tools": deep}, {"messages": [user], "response_format": {"type": "json_object"}}]
+    answered: list[object] = [  # odd, and no error
+        {"messages": [user | {"content": "\ue0000\ue001 \ue0009\ue001 <|im_end|>"}], "max_tokens": 2},
+        {"messages": [user], "max_tokens": 2, "chat_template_kwargs": {"\ue0007\ue001": "<|im_end|>"}},
+        {"messages": [user], "max_tokens": 2, "tools": [{"type": "function", "function": {
+            "name": "f", "parameters": {"\ue0003\ue001": "<|im_start|>"}}}]}]
+    with httpx.Client(base_url=url or "", timeout=60.0) as client:
+        def status(body: object) -> int:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            return client.post(chat, **content, headers={"Content-Type": "application/json"}).status_code
+
+        for _ in range(3):
+            assert {status(body) for body in bodies} <= {400, 404, 413, 422}
+            assert {status(body) for body in answered} == {200}
+            assert client.get(chat).status_code in (404, 405)
+    harness.keeper.reconcile("default")
+    assert harness.endpoints.get("default").candidate_revision == 2
+    assert not harness.events("rejected", "rolled-back")
+
+
 def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, drafter: Path, tmp_path: Path) -> None:
     stage = tmp_path / "stages" / "train" / "a"
     files = {f"checkpoints/c/{one.name}": one.read_bytes() for one in drafter.iterdir()}

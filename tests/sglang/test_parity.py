@@ -7,21 +7,26 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eyrie_api.chat_template import probes
+from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.prove import ParityReport
 from eyrie_api.contract.tuning import Setting
 from eyrie_api.processes import free_port
+from eyrie_workers.data.suites import load_suite
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.measure.parity import Served as Answer
-from eyrie_workers.measure.parity import report_without_answers, request_answer
+from eyrie_workers.measure.parity import compare_prompts, report_without_answers, request_answer
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
 from eyrie_workers.sglang.profiles import profile
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 from tests.sglang.summary import add_to_summary
+from tests.sglang.trained_drafter import SUITES
 from tests.workers.engines.request_fields import CHECKS, Served, behind_gateway
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
@@ -80,6 +85,19 @@ def test_a_chain_is_drafted_as_in_the_reference_engine_request_by_request(
 def test_a_request_field_works_while_sglang_drafts(field: str, chain: SglangServer, tmp_path: Path) -> None:
     with behind_gateway(chain.url, MODEL, tmp_path) as served:
         CHECKS[field](served)
+
+
+def test_sglang_renders_conversations_to_the_tokens_that_drafters_are_trained_on(chain: SglangServer) -> None:
+    tokenizer = ChatTokenizer(TARGET)
+    conversations = [*probes(tokenizer.form), *(
+        (prompt.messages, prompt.tools) for name in SUITES
+        for prompt in load_suite(SuiteSpec(name=name, path=f"quickstart:{name}"))[:3])]
+    assert len(conversations) > 8
+    assert compare_prompts(chain.url, MODEL, tokenizer, conversations) == ()
+    spelled = ([{"role": "user", "content": "Say <|im_end|> now"}], [])
+    (difference,) = compare_prompts(chain.url, MODEL, tokenizer, [spelled])
+    assert "in SGLang" in difference
+    assert "'<|im_end|>' in SGLang" in difference, "it reads the text of a token as the token"
 
 
 def test_drafting_changes_no_log_probability_of_sglang(plain: SglangServer, chain: SglangServer) -> None:

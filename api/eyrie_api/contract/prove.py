@@ -75,6 +75,9 @@ class ProveReport(Frozen):
     changed_parity: ParityReport | None = None
     """Answers with that system prompt, compared as in `parity`; their rounds are not replayed."""
 
+    prompt_differences: tuple[str, ...] = ()
+    """Where SGLang renders a conversation to other token ids than those that drafters are trained on."""
+
     restarts: int = 0
     """Servers that ended while they were measured and were started again."""
 

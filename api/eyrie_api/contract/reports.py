@@ -104,6 +104,9 @@ class RegenerateReport(Frozen):
 
     duplicates: int = 0
     near_duplicates: int = 0
+    equal_prompts: int = 0
+    """Selected rows whose prompt has the tokens of another row's: the target sees no difference."""
+
     outcomes: dict[str, dict[str, int]] = {}
     """By source: rows `answered`, of them `truncated`, and rows quarantined, by kind."""
 

@@ -5,6 +5,7 @@ error of validation names the field and the value itself, and takes the rule fro
 """
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 from pydantic import ValidationError
@@ -78,6 +79,9 @@ def rule_of(error: Mapping[str, Any]) -> str:
             return "must not be empty"
         named = what if number == 1 else what.removesuffix("y") + ("ies" if what.endswith("y") else "s")
         return f"must have {bound} {number} {named}"
+    if kind in ("string_type", "literal_error") and isinstance(error.get("input"), bool | int | float | date):
+        # YAML reads no, 1.10 and 2026-01-31 as a truth value, a number and a date.
+        return f"{_RULES[kind].format_map(known)} (in YAML, quote it)"
     if kind in _RULES:
         return _RULES[kind].format_map({name: str(value).strip("'") if name == "discriminator" else value
                                         for name, value in known.items()})

@@ -22,12 +22,14 @@ from eyrie_api.data_files import (
     MAX_ROW_BYTES,
     PARQUET,
     ROLES,
+    SAVED_TO_DISK_HINT,
     SUFFIXES,
     ZSTD,
     array_rows,
     begins_array,
     data_files,
     is_pattern,
+    saved_to_disk,
 )
 from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.target_files import GIT_LFS, LFS_HINT
@@ -59,6 +61,8 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
 
     answered   as `data.answered`: each row has to end with an answer
     """
+    if _is_directory(source.path) and saved_to_disk(Path(source.path).expanduser()):
+        raise NoUsableData(f"data source {source.path!r} is a directory of save_to_disk", SAVED_TO_DISK_HINT)
     files = data_files(source.path)
     if not files and _is_directory(source.path):
         raise NoUsableData(f"data source {source.path!r} is a directory without data files",

@@ -104,6 +104,12 @@ class Submission:
         named = self.facts.config.get("architectures")
         return [str(name) for name in named] if isinstance(named, list) else []
 
+    @property
+    def target_is_here(self) -> bool:
+        """Whether the target's files are all on this machine; a Hub snapshot may hold its config.json alone."""
+        return self.facts.target is not None and (
+            not _is_hub_id(self.job.spec.target.model) or weights_are_here(self.facts.target))
+
     def layer_choices(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every set of layers that is fused, and the field that names it."""
         named = self.job.spec.capture.aux_layers
@@ -161,7 +167,10 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     notes = [*_notes_on_this_machine(submission), *planned.notes]
     if chosen:
         notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
-    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission))})
+    warnings = planned.warnings
+    if submission.target_is_here and facts.target is not None:
+        warnings += check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
+    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission)), "warnings": warnings})
     return replace(submission, job=job.model_copy(update={"plan": planned}))
 
 
@@ -398,7 +407,7 @@ def target_files_are_whole(submission: Submission) -> None:
         raise UnsupportedTarget(
             f"target.model {model!r}: config.json names Python code (auto_map), which is not executed",
             f"remove auto_map if the model computes what {submission.architectures[0]} of transformers does")
-    if not _is_hub_id(model) or weights_are_here(facts.target):
+    if submission.target_is_here:
         check_weights(facts.target, facts.config, facts.sizes, known=computed_by_reference(facts.config))
         check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
 

@@ -7,24 +7,22 @@ its header's length (8 bytes, little-endian) and the header, a JSON object of te
 another model.
 
 `tokenizer.json` is read as JSON: its ids against the model's vocabulary, and the special tokens that other files name
-against its tokens. Templates are parsed, not rendered: a template may refuse a conversation for good reasons.
+against its tokens. The chat template renders a few short conversations, in a process of its own
+(`eyrie_api.chat_template`).
 """
 
 # H hidden, V vocabulary, I intermediate, Q and G query and key-value heads, E head dimension
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-
+from eyrie_api.chat_template import Form, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
 from eyrie_api.planning.plan_work import TargetFacts
@@ -39,13 +37,12 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
+_COMPARED_PLACES, _COMPARED_BYTES = 64, 1 << 14
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and a forward pass computes."""
 
 _SAVE = "save the model again with save_pretrained, or download it again"
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -80,6 +77,12 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
+    file: Path
+    begin: int
+    """Of its values in the file."""
+
+    size: int
+    """Bytes of its values."""
 
 
 def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
@@ -101,6 +104,13 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
             raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "
                                     "cannot be read here", "give the unquantised model")
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if facts.tie_word_embeddings and head is not None and embedding is not None and not _begin_alike(head, embedding):
+        raise UnsupportedTarget(
+            f"{directory}: config.json says that the output matrix is the embedding (tie_word_embeddings), and the "
+            "weights hold an lm_head.weight of other values, which would be ignored",
+            "set tie_word_embeddings to false in config.json if the model was trained with its own output matrix, else "
+            "save the weights again without lm_head.weight")
     if not known:
         return
     for name, shape in wanted.items():
@@ -117,6 +127,21 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
                                 f"describes, the first is {min(others)!r}: they would be ignored",
                                 "correct config.json, or merge and save the model with save_pretrained")
+
+
+def _begin_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors agree in type, shape and some of their values. A stage compares all (`targets.loading`)."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    places = range(0, one.size, max(one.size // _COMPARED_PLACES, 1))
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for place in places:
+            first.seek(one.begin + place)
+            second.seek(other.begin + place)
+            most = min(_COMPARED_BYTES, one.size - place)
+            if first.read(most) != second.read(most):
+                return False
+    return True
 
 
 def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str, tuple[int, ...]]:
@@ -233,8 +258,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
             header = json.loads(file.read(length))
-        tensors = {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
-                   if name != "__metadata__"}
+        tensors = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, after = entry["data_offsets"]
+                tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), path, 8 + length + begin,
+                                             after - begin)
         end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
                   default=0)
     except OSError as error:
@@ -251,34 +280,32 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 # Tokenizer and chat template.
 
 
-def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Raises NoChatTemplate or UnsupportedTarget, naming the file and the value."""
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise NoChatTemplate(f"target directory {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)})",
-                             "copy the model's tokenizer files next to its config.json")
-    file = directory / "tokenizer_config.json"
-    settings = read_object(file) if file.is_file() else {}
-    _check_templates(directory, settings)
-    generation = directory / "generation_config.json"
-    ends = _end_ids(read_object(generation) if generation.is_file() else {}) + _end_ids(config)
+def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[str, ...]:
+    """Check `tokenizer.json` and what the chat template does with a conversation; return warnings for the plan.
+
+    Raises NoChatTemplate or UnsupportedTarget, naming the file and the value.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise UnsupportedTarget(
+            f"target directory {directory} has no tokenizer.json, which is the only form of a tokenizer that is read",
+            "copy it next to config.json; of a tokenizer.model, make it with transformers: "
+            "AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)")
+    optional = {name: read_object(directory / name) if (directory / name).is_file() else {} for name in (
+        "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")}
+    settings = optional["tokenizer_config.json"]
+    sources = read_sources(directory, settings, optional["chat_template.json"])
+    if not sources:
+        raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
+                             "use the chat model rather than the base model, or add chat_template.jinja")
+    special = special_tokens(optional["special_tokens_map.json"], settings)
+    ends = _end_ids(optional["generation_config.json"]) + _end_ids(config)
     beyond = [token for token in ends if not 0 <= token < vocab_size]
     if beyond:
         raise UnsupportedTarget(f"target directory {directory}: eos_token_id {beyond[0]} is not in the model's "
                                 f"vocabulary of {vocab_size}", "correct config.json and generation_config.json")
-    fast = directory / "tokenizer.json"
-    tokens = _token_ids(fast) if fast.is_file() else None
-    if tokens is None:  # sentencepiece and the like, which the stage reads with transformers
-        if settings.get("auto_map"):
-            raise UnsupportedTarget(f"{file} names Python code (auto_map) and there is no tokenizer.json: code of a "
-                                    "model is not executed", "save the tokenizer as tokenizer.json (use_fast=True)")
-        return
-    largest = max(tokens.values(), default=-1)
-    if largest >= vocab_size:
-        token = next(token for token, number in tokens.items() if number == largest)
-        raise UnsupportedTarget(f"{fast} has token {token!r} with id {largest}, and the model's vocabulary has "
-                                f"{vocab_size} entries",
-                                "resize the model's embeddings (resize_token_embeddings), or remove the added tokens")
-    named = _named_tokens(directory, settings)
+    tokens, special_names = _token_ids(file)
+    named = {kind: special[kind] for kind in ("bos_token", "eos_token") if kind in special}
     unknown = sorted(kind for kind, token in named.items() if token not in tokens)
     if unknown:
         raise UnsupportedTarget(f"target directory {directory}: {unknown[0]} {named[unknown[0]]!r} is not a token of "
@@ -286,10 +313,39 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     if not ends and "eos_token" not in named:
         raise UnsupportedTarget(f"target directory {directory} names no end-of-sequence token, so no answer would end",
                                 "set eos_token_id in generation_config.json to the token that ends an answer")
+    form = _probed(tuple(sorted(sources.items())), tuple(sorted(special.items())))
+    lost = [role for role in ("system", "user", "assistant") if role in form.lost]
+    if lost:
+        raise NoChatTemplate(f"the chat template of {directory} loses the text of {' and '.join(lost)} in every form "
+                             "of a conversation: it would not reach the prompt", "restore the model's own template")
+    warnings = [f"the chat template has no place for {role}: conversations with them are refused"
+                for role in form.lost]
+    outside = sorted((number, token) for token, number in tokens.items() if number >= vocab_size)
+    if outside:
+        number, token = outside[0]
+        warnings.append(f"tokens of tokenizer.json without an embedding: {len(outside)} (the first is {token!r} with "
+                        f"id {number} of {vocab_size}); rows and requests whose text has one are refused")
+    end = _turn_end(form.turn_end, special_names)
+    if end is not None and tokens[end] not in ends and end != named.get("eos_token"):
+        warnings.append(f"the chat template ends an answer with {end!r}, which is no end token of the model: answers "
+                        f"would run to their limit; add its id {tokens[end]} to eos_token_id in generation_config.json")
+    return tuple(warnings)
 
 
-def _token_ids(path: Path) -> dict[str, int]:
-    """Ids of the tokens, the added ones included."""
+@lru_cache(maxsize=16)
+def _probed(sources: tuple[tuple[str, tuple[str, str]], ...], special: tuple[tuple[str, str], ...]) -> Form:
+    """A plan and the job that follows it name the same target; a process is started for the first."""
+    return probe_apart(dict(sources), dict(special))
+
+
+def _turn_end(text: str, special: Collection[str]) -> str | None:
+    """The first special token in what follows an answer; None where the template writes none."""
+    places = {text.find(token): token for token in sorted(special, key=len) if token and token in text}
+    return places[min(places)] if places else None
+
+
+def _token_ids(path: Path) -> tuple[dict[str, int], list[str]]:
+    """Ids of the tokens, the added ones included, and the special tokens."""
     document = read_object(path)
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -300,75 +356,15 @@ def _token_ids(path: Path) -> dict[str, int]:
     else:
         raise UnsupportedTarget(f"{path} has no vocabulary (model.vocab)", "save the tokenizer again")
     try:
-        return tokens | {str(token["content"]): int(token["id"]) for token in document.get("added_tokens") or []}
+        added = [(str(token["content"]), int(token["id"]), bool(token.get("special")))
+                 for token in document.get("added_tokens") or []]
     except (TypeError, KeyError, ValueError):
         raise UnsupportedTarget(f"{path}: added_tokens is not a list of tokens with content and id",
                                 "save the tokenizer again") from None
+    return (tokens | {name: number for name, number, _ in added}, [name for name, _, is_special in added if is_special])
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
     return [token for token in (value if isinstance(value, list) else [value])
             if isinstance(token, int) and not isinstance(token, bool)]
-
-
-def _named_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that prompts and answers depend on. Padding and the like never reach the model."""
-    file = directory / "special_tokens_map.json"
-    found: dict[str, str] = {}
-    for source in (read_object(file) if file.is_file() else {}, settings):
-        for kind in ("bos_token", "eos_token"):
-            value = source.get(kind)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[kind] = value
-    return found
-
-
-def _check_templates(directory: Path, settings: Mapping[str, Any]) -> None:
-    sources = _templates(directory, settings)
-    if not sources:
-        raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
-                             "use the chat model rather than the base model, or add chat_template.jinja")
-    environment = jinja2.Environment(extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"])
-    for where, source in sources.items():
-        if not source.strip():
-            raise NoChatTemplate(f"the chat template in {where} is empty", "restore the model's own template")
-        try:
-            environment.parse(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise NoChatTemplate(f"the chat template in {where} is not valid Jinja (line {error.lineno}): "
-                                 f"{error.message}", "correct the template") from None
-
-
-def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each template, by the file that holds it."""
-    settings_file, legacy = directory / "tokenizer_config.json", directory / "chat_template.json"
-    found: dict[str, str] = {}
-    declared = [(settings_file, settings.get("chat_template"))]
-    if legacy.is_file():
-        declared.append((legacy, read_object(legacy).get("chat_template")))
-    for file, value in declared:
-        if isinstance(value, list):
-            named = [entry.get("template") if isinstance(entry, dict) else None for entry in value]
-            found |= {f"{file} (entry {index})": str(text) for index, text in enumerate(named) if text is not None}
-        elif value is not None:
-            found[str(file)] = str(value)
-    files = [directory / "chat_template.jinja", *sorted(directory.glob("additional_chat_templates/*.jinja"))]
-    for file in files:
-        if file.is_file():
-            try:
-                found[str(file)] = file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise NoChatTemplate(f"{file} cannot be read: {error}", "correct the template") from None
-    return found
-
-
-class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}`, which marks assistant text in templates of transformers."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))

@@ -183,7 +183,6 @@ ERRORS: dict[str, tuple[str, Damage]] = {
     "quantised": ("quantised-drafter", drafter(quantization_config={"quant_method": "fp8"})),
     "aux-states-off": ("no-aux-states", eagle(use_aux_hidden_state=False)),
     "two-dtypes-declared": ("dtype-declared", drafter(torch_dtype="bfloat16")),
-    "no-rope-theta": ("rope-theta-missing", drafter(rope_theta=..., rope_parameters=...)),
     "two-rope-thetas": ("rope-disagrees", drafter(rope_theta=10_000.0)),
     "two-rope-types": ("rope-disagrees", drafter(rope_scaling={"rope_type": "linear", "factor": 2.0})),
     # Norms of EAGLE-3.1.

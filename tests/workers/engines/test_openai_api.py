@@ -108,9 +108,9 @@ def test_a_field_without_effect_is_accepted(field: str, value: object) -> None:
 
 def test_content_parts_are_joined_and_images_rejected() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    message = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0]
-    assert message.for_template()["content"] == "one two"
-    with pytest.raises(InvalidRequest, match=r"messages\.0\.content .*must be text"):
+    (message,) = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages
+    assert message["content"] == "one two"
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.content: .*must be text"):
         parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import httpx
@@ -29,7 +30,7 @@ from eyrie_workers.regeneration.endpoint import (
     retry_delay_s,
 )
 from eyrie_workers.regeneration.online import OnlineClient
-from eyrie_workers.targets.templates import ChatTokenizer, _environment
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import TEMPLATE, tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids
 
@@ -181,12 +182,15 @@ def test_what_would_meet_every_request_ends_the_stage(tokenizer: ChatTokenizer, 
     (Troubles(message="text"), "not a chat completion"),  # type: ignore[arg-type]
     (Troubles(message={"role": "assistant", "content": "x", "reasoning_content": "hm"}), "does not render this answer"),
 ])
-def test_a_filtered_or_unusable_answer_is_refused(tokenizer: ChatTokenizer, troubles: Troubles, words: str) -> None:
+def test_a_filtered_or_unusable_answer_is_refused(tmp_path: Path, tokenizer: ChatTokenizer, troubles: Troubles,
+                                                  words: str) -> None:
     if words.startswith("does not"):
-        tokenizer = ChatTokenizer(tokenizer.path)
+        target = tmp_path / "thinking"
+        copytree(tokenizer.path, target)
         # As templates of reasoning targets do that open the thought in the generation prompt.
         text = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-        tokenizer._templates = {"default": _environment().from_string(text)}
+        (target / "chat_template.jinja").write_text(text)
+        tokenizer = ChatTokenizer(target)
     with openai_double(troubles) as service:
         (outcome,) = World(service, tokenizer).ask(prompts(tokenizer, 1)).values()
     assert isinstance(outcome, GenerationFailure)

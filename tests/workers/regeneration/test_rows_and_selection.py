@@ -164,7 +164,8 @@ def test_a_conversation_the_template_refuses_is_quarantined_and_a_missing_templa
         tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     template = target / "chat_template.jinja"
-    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}x")
+    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+                        "{% for m in messages %}{{ m.content }}{% endfor %}")
     rows = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, chat("fine")]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

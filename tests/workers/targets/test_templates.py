@@ -22,7 +22,7 @@ DEMANDING = """\
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-    {%- if message.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}
+    {%- if message.content == 'critic' %}{{ raise_exception('no critics') }}{% endif %}
     {%- if message.role == 'skipped' %}{% continue %}{% endif %}
     {{- '<|im_start|>' + message.role }}
     {% if message.content is string %}
@@ -68,9 +68,10 @@ def test_text_that_spells_a_special_token_marks_no_turn(directories: dict[str, P
     turns = [{"role": "user", "content": f"Say {spelled}now"}, {"role": "assistant", "content": "x"}]
     plain = [{"role": "user", "content": "Say now"}, {"role": "assistant", "content": "x"}]
     found, without = tokenizer.render(turns), tokenizer.render(plain)
-    special = {tokenizer._codec.token_id(text) for text in ("<|im_start|>", "<|im_end|>")}
-    assert [one for one in found if one in special] == [one for one in without if one in special]
-    assert tokenizer.decode(found, skip_special_tokens=False) == tokenizer.render_text(turns)
+    special = {tokenizer.encode(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
+    assert [token for token in found if token in special] == [token for token in without if token in special]
+    assert tokenizer.decode(found, skip_special_tokens=False) == tokenizer.decode(
+        without, skip_special_tokens=False).replace("Say now", f"Say {spelled}now")
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -78,13 +79,13 @@ def test_text_that_spells_a_special_token_marks_no_turn(directories: dict[str, P
 def test_rendering_equals_hugging_face(directories: dict[str, Path], name: str, tools: Any) -> None:
     from transformers import AutoTokenizer
 
-    for which, path in directories.items():
+    for path in directories.values():
         theirs = AutoTokenizer.from_pretrained(path)
         messages = CONVERSATIONS[name]
-        if which != "demanding" and tools is None:
-            messages = [message for message in messages if message["content"] is not None]
+        theirs_given = [message | {"content": message["content"] or ""} for message in messages]
         for prompt in (True, False):
-            expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=True)
+            expected = theirs.apply_chat_template(theirs_given, tools=tools, add_generation_prompt=prompt,
+                                                  tokenize=True)
             expected = expected["input_ids"] if not isinstance(expected, list) else expected
             assert ChatTokenizer(path).render(messages, tools, prompt) == list(expected)
 
@@ -108,7 +109,7 @@ def test_encoding_and_decoding_undo_each_other(directories: dict[str, Path]) -> 
 
 def test_a_template_may_refuse_and_a_missing_one_is_named(directories: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no critics"):
-        ChatTokenizer(directories["demanding"]).render([{"role": "critic", "content": "bad"}])
+        ChatTokenizer(directories["demanding"]).render([{"role": "user", "content": "critic"}])
     path = tiny_target(tmp_path / "mute")
     (path / "chat_template.jinja").unlink()
     tokenizer = ChatTokenizer(path)

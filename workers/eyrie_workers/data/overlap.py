@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eyrie_workers.data.conversation import Message
+from eyrie_api.chat_messages import Message
 
 _HASH_BITS = 64
 

@@ -27,7 +27,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
@@ -37,6 +36,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.chat_messages import Malformed
 from eyrie_api.contract.data import DataSource
 from eyrie_api.contract.reports import QuarantinedRow
 from eyrie_api.data_files import (
@@ -45,6 +45,7 @@ from eyrie_api.data_files import (
     MAX_ROW_BYTES,
     PARQUET,
     S3,
+    SAVED_TO_DISK_HINT,
     SUFFIXES,
     ZSTD,
     array_rows,
@@ -52,9 +53,11 @@ from eyrie_api.data_files import (
     data_files,
     is_pattern,
     is_remote,
+    names_data,
+    saved_to_disk,
 )
 from eyrie_api.errors import InvalidInput, Transient
-from eyrie_workers.data.conversation import Conversation, Malformed, conversation, detect_layout
+from eyrie_workers.data.conversation import Conversation, conversation, detect_layout
 
 EMPTY_LINE = "empty line"
 _PEEKED_BYTES = 1 << 12
@@ -113,7 +116,7 @@ def remote_files(url: str) -> list[RemoteFile]:
             folder, pattern = path, ""
         listed = client.get_file_info(FileSelector(folder, allow_not_found=True))
     names = sorted(info.path for info in listed if info.type == FileType.File
-                   and (fnmatchcase(info.base_name, pattern) if pattern else info.base_name.endswith(SUFFIXES)))
+                   and names_data(info.base_name, pattern))
     if not names:
         raise InvalidInput(f"data source {url!r} names no object with data",
                            f"give an object, a pattern, or a prefix of names that end in {', '.join(SUFFIXES)}")
@@ -205,6 +208,8 @@ def check_source(source: DataSource) -> None:
     if is_remote(source.path):
         remote_files(source.path)
         return
+    if saved_to_disk(Path(source.path)):
+        raise InvalidInput(f"data source {source.path!r} is a directory of save_to_disk", SAVED_TO_DISK_HINT)
     if data_files(source.path):
         return
     if Path(source.path).is_dir():

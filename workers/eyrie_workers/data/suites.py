@@ -34,10 +34,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from eyrie_api.chat_messages import Message
 from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.data_files import SUFFIXES, is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_workers.data.conversation import Message
 from eyrie_workers.data.readers import EMPTY_LINE, RemoteFile, Undecodable, file_rows, located_lines
 
 QUICKSTART = "quickstart:"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from eyrie_api.chat_messages import Malformed, normal_messages
 from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -99,33 +100,6 @@ class Extension(_Closed):
 
     rounds: bool = False
     """Return each round's draft tree in `choices[].eyrie.rounds` of the stream's chunks."""
-
-
-class TextPart(_Closed):
-    """One part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn. Tool fields are passed to the chat template unchanged."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The plain dictionary chat templates expect: content as one string, absent fields left out."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        fields = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": content or "", **{k: v for k, v in fields.items() if v is not None}}
 
 
 class Tool(_Closed):
@@ -214,7 +188,9 @@ class _SharedFields(_Closed):
 class ChatCompletionRequest(_SharedFields):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    """In normal form (`eyrie_api.chat_messages`)."""
+
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -223,6 +199,11 @@ class ChatCompletionRequest(_SharedFields):
 
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _normal(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return normal_messages(value)
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -321,6 +302,11 @@ def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
     try:
         return kind.model_validate(known)
     except ValidationError as error:
+        broken = error.errors()[0].get("ctx", {}).get("error")
+        if isinstance(broken, Malformed):
+            param = ".".join(str(step) for step in ("messages", broken.index, broken.field) if step not in (None, ""))
+            raise InvalidRequest(f"{param}: {broken.reason}", "send messages in OpenAI's format", param=param,
+                                 code="invalid_value") from error
         raise _invalid_request(error) from error
 
 

@@ -224,7 +224,7 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
     tools = None
     if isinstance(body, ChatCompletionRequest):
         tools = body.offered_tools
-        prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools,
+        prompt_ids = loaded.tokenizer.render(body.messages, tools,
                                              variables=body.chat_template_kwargs)
     else:
         prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt

@@ -33,11 +33,13 @@ from typing import Any
 import httpx
 import numpy as np
 
+from eyrie_api.chat_messages import Message
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
 from eyrie_api.contract.model import Frozen, Interval
 from eyrie_api.contract.prove import ParityReport
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.measure.intervals import acceptance_interval, acceptance_length, add_histograms
+from eyrie_workers.targets.templates import ChatTokenizer
 
 _TIMEOUT_S = 600.0
 WHOLE_LAST_ROUND: dict[EngineKind, bool] = {"sglang": True, "embedded": False}
@@ -76,6 +78,28 @@ def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Se
         answers.append(request_answer(kind, url, model, prompt, max_new_tokens))
         pause()
     return answers
+
+
+def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
+                    conversations: Sequence[tuple[Sequence[Message], Sequence[Message]]]) -> tuple[str, ...]:
+    """Where SGLang's own rendering of conversations has other token ids than ours, on which drafters are trained and
+    measured: a sentence for each, which names the first token. Raises EngineFailed.
+
+    conversations   messages and tools, as a client sends them
+    """
+    differences = []
+    for number, (messages, tools) in enumerate(conversations):
+        ours = tokenizer.render(messages, list(tools) or None)
+        body = {"model": model, "messages": list(messages), "max_tokens": 1, "temperature": 0.0,
+                "return_prompt_token_ids": True} | ({"tools": list(tools)} if tools else {})
+        theirs = _post(f"{url}/v1/chat/completions", body)["choices"][0]["prompt_token_ids"]
+        if theirs != ours:
+            place = next((place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
+                         min(len(ours), len(theirs)))
+            texts = [repr(tokenizer.decode(ids[place:place + 1], skip_special_tokens=False)) for ids in (ours, theirs)]
+            differences.append(f"conversation {number}: token {place} is {texts[0]} here and {texts[1]} in SGLang "
+                               f"(prompts of {len(ours)} and {len(theirs)} tokens)")
+    return tuple(differences)
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

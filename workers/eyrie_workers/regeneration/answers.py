@@ -9,8 +9,9 @@ Transient: the stage ends, and its next run resumes.
 (`AnswersOfData`). Inexact: a target may generate a text with other tokens than its tokenizer would choose, and a
 drafter trained on the tokenizer's choice is wrong wherever they differ. Plain text is encoded as it is, followed by the
 id that ends a turn. Tool calls and reasoning arrive parsed into fields; the chat template serializes them, as it would
-in the next turn of the conversation. An answer that the template does not render as a continuation of its prompt is
-declined.
+in the next turn of the conversation. So it does with answers of the data, which others may have written: after a prompt
+that opens the reasoning (`<think>`), an answer without reasoning begins by closing it. An answer that the template does
+not render as a continuation of its prompt is declined.
 """
 
 import hashlib
@@ -108,34 +109,32 @@ class AnswerRetokenizer:
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 
-    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
+    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool,
+                   recorded: bool = False) -> list[int]:
         """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
+
+        recorded   by somebody else, so that it need not go on where the prompt ends: after a prompt that opens the
+                   reasoning, an answer without reasoning begins with the tag that ends it
 
         Raises ValueError when the message cannot be tokenized.
         """
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        if message.get("tool_calls") or reasoning:
-            ids = self._encode(self._rendered(prompt, message, reasoning))
+        parsed = {name: message[name] for name in ("tool_calls", "reasoning_content", "reasoning") if message.get(name)}
+        if recorded or parsed:
+            answer = {"role": "assistant", "content": message.get("content"), **parsed}
+            try:
+                following = self._tokenizer.continuation(prompt.messages, answer, prompt.tools or None,
+                                                         prompt.chat_template_kwargs)
+            except InvalidInput as error:
+                raise ValueError(error.message) from error
+            if following is None:
+                raise ValueError("the answer has no token ids, and the chat template does not render this answer as a "
+                                 "continuation of its prompt" + (
+                                     "" if recorded else ": use an endpoint that honours return_token_ids"))
+            ids = following
         else:
             ids = self._encode(message.get("content") or "")
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
         return [*ids[:end], *self.eos_ids[:1]] if ended else ids[:end]
-
-    def _rendered(self, prompt: GenerationRequest, message: Mapping[str, Any], reasoning: object) -> str:
-        answer = {"role": "assistant", "content": message.get("content")}
-        answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
-        answer |= {"reasoning_content": reasoning} if reasoning else {}
-        try:
-            before = self._tokenizer.render_text(prompt.messages, prompt.tools or None,
-                                                 variables=prompt.chat_template_kwargs)
-            whole = self._tokenizer.render_text([*prompt.messages, answer], prompt.tools or None,
-                                                add_generation_prompt=False, variables=prompt.chat_template_kwargs)
-        except InvalidInput as error:
-            raise ValueError(error.message) from error
-        if not whole.startswith(before):
-            raise ValueError("the answer has no token ids, and the chat template does not render this answer as a "
-                             "continuation of its prompt: use an endpoint that honours return_token_ids")
-        return whole[len(before):]
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
@@ -156,7 +155,7 @@ class AnswersOfData:
             answer = prompt.given
             assert answer is not None, "the selection rejects rows without an answer"
             try:
-                ids = self.tokenizer.answer_ids(prompt, answer, ended=True)
+                ids = self.tokenizer.answer_ids(prompt, answer, ended=True, recorded=True)
             except ValueError as error:
                 yield GenerationFailure(prompt.row_id, str(error), "declined")
                 continue

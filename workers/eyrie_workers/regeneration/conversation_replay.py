@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eyrie_api.chat_messages import Message
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.data.conversation import Message
 from eyrie_workers.data.rows import RowLedger, SelectedRow
 from eyrie_workers.regeneration.answers import GenerationRequest, row_seed
 from eyrie_workers.targets.templates import ChatTokenizer, parse_answer
@@ -47,7 +47,9 @@ def num_turns(messages: Sequence[Message], turns: str) -> int:
 def first_turn(messages: Sequence[Message], turns: str) -> list[Message]:
     if turns == "last":
         return list(messages)
-    return list(messages[:_next_assistant(messages, 0)])
+    # Turns of the assistant before anybody has asked are a part of the first prompt.
+    asked = next((place for place, message in enumerate(messages) if message["role"] in ("user", "tool")), 0)
+    return list(messages[:_next_assistant(messages, asked)])
 
 
 def turn_id(row_id: str, turn: int, turns: str) -> str:
@@ -62,9 +64,9 @@ def answer_message(text: str, reasoning: str, tool_calls: Sequence[Mapping[str, 
     """
     message: Message = {"role": "assistant", "content": text}
     if tool_calls:
-        message |= {"content": text or None, "tool_calls": [dict(call) for call in tool_calls]}
+        message |= {"tool_calls": [dict(call) for call in tool_calls]}
     elif has_tools:
-        message = parse_answer(text)
+        message = parse_answer(text) | {"content": parse_answer(text)["content"] or ""}
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
@@ -91,7 +93,7 @@ def next_turn(original: Sequence[Message], prompt: Sequence[Message], index: int
         inputs_end = _next_assistant(original, index + 1)
         index, inputs = inputs_end, original[inputs_end + 1:_next_assistant(original, inputs_end + 1)]
     if not inputs:
-        return None
+        return None if inputs_end >= len(original) else Ended("the data has two answers in a row")
     return [*prompt, answer, *inputs], _next_assistant(original, index + 1)
 
 

@@ -10,6 +10,7 @@ ETA. In a pod whose job leaves large files in an artifact store, selection.jsonl
 streamed; only the ids seen (and the signatures of near-duplicate detection) are kept in memory.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -118,6 +119,9 @@ class SelectionSummary(Frozen):
     near_duplicates: int = 0
     turns_selected: int = 0
     """Upper bound of the turns to answer; larger than `rows_selected` with `turns: all`."""
+
+    equal_prompts: int = 0
+    """Selected rows whose prompt has the tokens of an earlier row's prompt: the template shows no difference."""
 
     overlaps: dict[str, int] = {}
     languages: dict[str, int] = {}
@@ -256,6 +260,7 @@ class _Divider:
         self._files: dict[str, TextIO] = {}
         self._written = {SELECTED: 0, HELD_OUT: 0, REJECTED: 0}
         self._seen: set[bytes] = set()
+        self._prompts: set[bytes] = set()  # digests of the token ids of selected prompts
         self._duplicates = self._near = self._turns = self._overlaps = 0
         self._languages: Counter[str] = Counter()
         threshold = rules.data.near_duplicates
@@ -285,6 +290,7 @@ class _Divider:
         return SelectionSummary(rows_read=self.rows_read, rows_selected=self._written[SELECTED],
                                 rows_held_out=self._written[HELD_OUT], rows_quarantined=self._written[REJECTED],
                                 duplicates=self._duplicates, near_duplicates=self._near, turns_selected=self._turns,
+                                equal_prompts=self._written[SELECTED] - len(self._prompts),
                                 overlaps={"suites": self._overlaps} if self._overlaps else {},
                                 languages=dict(self._languages.most_common()))
 
@@ -295,7 +301,10 @@ class _Divider:
             self._duplicates += 1
             return None
         self._seen.add(key)
-        messages, tools, source = list(row.prompt), list(row.tools), self._sources[row.source]
+        # As the template has it, also where an endpoint renders the messages.
+        as_system = {"role": "system"} if not self._tokenizer.form.developer else {}
+        messages = [message | as_system if message["role"] == "developer" else message for message in row.prompt]
+        tools, source = list(row.tools), self._sources[row.source]
         answer = row.messages[len(row.prompt)] if len(row.messages) > len(row.prompt) else None
         if answer is None and self._rules.data.answered:
             return self._reject(row, "its last turn is not an answer, and data.answered is true")
@@ -324,6 +333,7 @@ class _Divider:
         self._overlaps += overlaps
         self._languages[guess(asked)] += 1
         self._turns += num_turns(messages, self._rules.turns)
+        self._prompts.add(hashlib.sha256(repr(prompt_ids).encode()).digest()[:16])
         return self._write(SELECTED, {"id": row.id, "source": row.source, "source_name": row.source_name,
                                       "line": row.line, "category": row.category, "messages": messages,
                                       "tools": tools, "prompt_ids": prompt_ids,

@@ -34,6 +34,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_report, write_model
+from eyrie_api.chat_template import probes
 from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
 from eyrie_api.contract.load import LoadReport, LoadSpec
 from eyrie_api.contract.model import Frozen
@@ -54,7 +55,13 @@ from eyrie_workers.measure.benchmark.variants import first_difference
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import crossover
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
-from eyrie_workers.measure.parity import Served, compare_answers, report_without_answers, request_answers
+from eyrie_workers.measure.parity import (
+    Served,
+    compare_answers,
+    compare_prompts,
+    report_without_answers,
+    request_answers,
+)
 from eyrie_workers.measure.parity_reference import Reference, why_not_held
 from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
 from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
@@ -72,6 +79,7 @@ FIXED = "fixed"
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 VARIANTS = "variants"  # folder of the servers' files
+_COMPARED_PROMPTS = 8  # of the proof, beside the probe's conversations
 _REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.measure.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
@@ -87,6 +95,7 @@ class Answers(Frozen):
     """With the changed system prompt."""
 
     changed_drafted: tuple[Served, ...] = ()
+    prompt_differences: tuple[str, ...] = ()
     error: str = ""
     """Why the drafted server did not answer; then there are no drafted answers."""
 
@@ -188,6 +197,9 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     collected = proof.result(ANSWERS)
     assert collected is not None
     assert collected.answers is not None
+    if collected.answers.prompt_differences:
+        stage.event("PromptsDiffer", "SGLang renders conversations otherwise than the drafter was trained: "
+                    + "; ".join(collected.answers.prompt_differences[:3]), warning=True)
     parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
     if parity is None:
         parity = judge_answers(proof, collected.answers)
@@ -209,8 +221,9 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
         environment=parts[-1].environment, seconds=sum(part.seconds for part in parts))
     report = report.model_copy(update={
         "parity": parity.parity, "load": load, "changed_prompt": changed.load if changed else None,
-        "changed_parity": parity.changed_parity, "restarts": proof.history.restarts, "launch": launch,
-        "seconds": time.monotonic() - started})
+        "changed_parity": parity.changed_parity,
+        "prompt_differences": collected.answers.prompt_differences, "restarts": proof.history.restarts,
+        "launch": launch, "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
         stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
     holds = report.parity is not None and report.parity.passed
@@ -379,15 +392,21 @@ def _collect_answers(proof: Proof) -> CheckResult:
 
     changed = spec.prove.system_prompt
     plain = proof.server(BASELINE)
+    differences: tuple[str, ...] = ()
+    if spec.engine.kind == "sglang":  # the embedded engine renders with the same code
+        tokenizer = ChatTokenizer(resolve(spec.target))
+        sent = [(prompt.messages, prompt.tools) for prompt in proof.prompts[:_COMPARED_PROMPTS]]
+        differences = compare_prompts(plain.server.url, proof.plan.model, tokenizer, [*probes(tokenizer.form), *sent])
     without = answers(plain, None), answers(plain, changed) if changed else ()
     drafted = proof.server(proof.parity_variant)
     try:
         collected = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
-                            changed_drafted=answers(drafted, changed) if changed else ())
+                            changed_drafted=answers(drafted, changed) if changed else (),
+                            prompt_differences=differences)
     except EngineFailed as error:
         if not proof.last_try:
             raise
-        collected = Answers(plain=without[0], drafted=(), error=error.message)
+        collected = Answers(plain=without[0], drafted=(), error=error.message, prompt_differences=differences)
     return CheckResult(question=ANSWERS, answers=collected)
 
 

@@ -74,6 +74,9 @@ QUARANTINE = "quarantine.jsonl"
 BATCH_STATE = "batch.json"
 SERVERS = "servers"
 _QUARANTINE_REPORTED = 100
+_AT_LIMIT = 0.9
+"""Share of the answers that end at their limit from which it is reported."""
+
 _MAX_INITIAL_FAILURES = 20
 """Failures before the first answer that end the stage: the request itself is wrong, not these prompts."""
 
@@ -199,6 +202,9 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     stage.event("DataSplit", f"{summary.rows_read} rows read: {summary.rows_selected} to answer, "
                 f"{summary.rows_held_out} held out, {summary.rows_quarantined} quarantined, "
                 f"{summary.duplicates} duplicates", warning=summary.rows_quarantined > 0)
+    if summary.equal_prompts:
+        stage.event("EqualPrompts", f"{summary.equal_prompts} of {summary.rows_selected} conversations have the prompt "
+                    "of another one, token for token: the chat template shows no difference between them", warning=True)
     usable = Counter(row.source for row in selection.selected(stage.out_dir))
     for words in selection.losses(selection.rejected(stage.out_dir), usable):
         stage.event("RowsLost", words, warning=True)
@@ -349,6 +355,12 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
             cut.append(QuarantinedRow(source=row.source, line=row.line, kind="truncated",
                                       reason=f"its answer was cut at {len(row.answer_ids)} tokens"))
     answered = tally.finish_reasons.total()
+    at_limit = len(cut) + tally.finish_reasons["length"]
+    if at_limit > _AT_LIMIT * (answered + len(cut)):
+        stage.event("AnswersAtLimit", f"{at_limit} of {answered + len(cut)} answers reached their limit of tokens "
+                    "without an end: raise regenerate.max_new_tokens, or, if the answers go on with turns of their "
+                    "own, add the token that ends a turn to eos_token_id in the target's generation_config.json",
+                    warning=True)
     if answered == 0:
         raise NoUsableData(f"all {len(cut)} answers were cut at {spec.regenerate.max_new_tokens} tokens",
                            "raise regenerate.max_new_tokens, or set regenerate.truncated to train")
@@ -371,6 +383,7 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
         engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=answered,
         rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
+        equal_prompts=summary.equal_prompts,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
         rows_retokenised=tally.retokenized, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),

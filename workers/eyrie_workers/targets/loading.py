@@ -28,6 +28,7 @@ from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_se
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
+from eyrie_api.planning.target_config import has_tied_embeddings, language_model
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import parse_config, read_config_files, read_json
 from eyrie_workers.targets.device import default_device, free_bytes
@@ -108,6 +109,7 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     """
     config, device = parse_config(*read_config_files(path)), device or default_device()
     require_memory(str(device), weight_bytes(path, dtype), free_bytes(device), dtype)
+    require_tied_head(path)
     try:
         return TargetModel(config, CheckpointTensors(path, DTYPES[dtype], device), path)
     except KeyError as error:
@@ -116,6 +118,21 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
         raise
     except RuntimeError as error:
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
+
+
+def require_tied_head(path: Path) -> None:
+    """Raises UnsupportedTarget for weights with an output matrix of their own where config.json says that it is the
+    embedding: every engine would ignore it, and answer as another model."""
+    if not has_tied_embeddings(language_model(read_json(path / "config.json"))):
+        return
+    tensors = CheckpointTensors(path, torch.bfloat16, torch.device("cpu"))
+    head, embedding = ([name for name in tensors if name.endswith(ending)] for ending in (
+        "lm_head.weight", "embed_tokens.weight"))
+    if len(head) == len(embedding) == 1 and not torch.equal(tensors[head[0]], tensors[embedding[0]]):
+        raise UnsupportedTarget(
+            f"{path}: config.json says that the output matrix is the embedding (tie_word_embeddings), and the weights "
+            f"hold a {head[0]} of other values", "set tie_word_embeddings to false in config.json if the model was "
+            "trained with its own output matrix, else save the weights again without it")
 
 
 def weight_bytes(path: Path, dtype: str) -> int:

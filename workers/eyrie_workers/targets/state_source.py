@@ -41,7 +41,14 @@ from eyrie_api.errors import Permanent, UnsupportedTarget
 from eyrie_api.planning.target_config import choose_source
 from eyrie_workers.targets.config import TargetConfig, read_config, read_json
 from eyrie_workers.targets.device import default_device, free_bytes
-from eyrie_workers.targets.loading import DTYPES, load_target, require_memory, resolve, weight_bytes
+from eyrie_workers.targets.loading import (
+    DTYPES,
+    load_target,
+    require_memory,
+    require_tied_head,
+    resolve,
+    weight_bytes,
+)
 from eyrie_workers.targets.operators import OutputHead
 
 _SHORTEST = 0.75
@@ -167,6 +174,7 @@ class TransformersTarget:
 def load_transformers_target(path: Path, dtype: str, device: torch.device | None = None) -> TransformersTarget:
     """The model in directory `path`. Raises UnsupportedTarget where transformers cannot load it, MemoryTooSmall before
     any weight is read."""
+    require_tied_head(path)
     try:
         model = load_causal_model(path, dtype, device or default_device())
     except (ValueError, ImportError, KeyError) as error:

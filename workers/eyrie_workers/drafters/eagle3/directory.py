@@ -47,6 +47,7 @@ from eyrie_workers.drafters.validation import (
     vocabulary_rules,
     warning,
 )
+from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.loading import stored_tensors, weight_files
 
 ARCHITECTURE = FAMILIES["eagle3"].architecture
@@ -364,13 +365,11 @@ def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def rope_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Rotary embedding: given once, or several times with the same values."""
+    """Rotary embedding: given several times with the same values, once, or not at all: the base is then 10000, for the
+    trainers of published drafters, SGLang and `targets.config` alike."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in (new, old)
                                                                     if isinstance(part, Mapping))) if value}
-    if not thetas:
-        yield error("rope-theta-missing", "rope_theta is missing: SGLang would take 10000",
-                    "write the base it was trained with")
     if len(thetas) > 1:
         yield error("rope-disagrees", f"rope_theta is given as {sorted(thetas)}", "write one value everywhere")
     kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in (new, old)
@@ -556,7 +555,7 @@ def target_shape_rules(config: Mapping[str, Any], target: Target) -> Iterator[Fi
         yield error("rope-sections", f"mrope_section is {own.get('mrope_section')}, the target's "
                     f"{target_rope.get('mrope_section')}: positions come from the target in its form",
                     "export the drafter with the target's rope")
-    for key, default in (("rope_theta", None), ("rope_type", "default"), ("factor", 1.0)):
+    for key, default in (("rope_theta", RopeConfig.theta), ("rope_type", "default"), ("factor", 1.0)):
         if own.get(key, default) != target_rope.get(key, default):
             yield warning("rope-differs", f"the drafter's {key} is {own.get(key, default)}, the target's "
                           f"{target_rope.get(key, default)}", "confirm that it was trained with this value")
