@@ -200,8 +200,8 @@ class Client:
                 if on_change is not None and job != seen:
                     seen = job
                     on_change(job)
-                if any(one.type in ("Succeeded", "Failed", "Cancelled") and one.status == "True"
-                       for one in job.status.conditions):
+                if any(condition.type in ("Succeeded", "Failed", "Cancelled") and condition.status == "True"
+                       for condition in job.status.conditions):
                     return job
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"job {job_id} has not ended within {timeout_s} s")
@@ -299,7 +299,7 @@ class Client:
         return self._figures(f"{_API}/endpoints/{quote(name, safe='')}/figures")
 
     def _figures(self, path: str) -> tuple[Figure, ...]:
-        return tuple(self._get(f"{path}/{one.name}", Figure) for one in self._get(path, FigureList).items)
+        return tuple(self._get(f"{path}/{summary.name}", Figure) for summary in self._get(path, FigureList).items)
 
     def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
                     suite: str | None = None, temperature: float | None = None, engine: EngineKind | None = None,

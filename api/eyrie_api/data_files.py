@@ -55,11 +55,11 @@ def data_files(path: str) -> list[Path]:
         if given.is_file():
             return [given]
         if given.is_dir():
-            found = [file for file in given.iterdir() if file.name.endswith(SUFFIXES)]
+            files = [file for file in given.iterdir() if file.name.endswith(SUFFIXES)]
         else:
-            found = [file for file in given.parent.iterdir() if fnmatchcase(file.name, given.name)] \
+            files = [file for file in given.parent.iterdir() if fnmatchcase(file.name, given.name)] \
                 if is_pattern(path) else []
-        return sorted(file for file in found if file.is_file())
+        return sorted(file for file in files if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
 

@@ -173,14 +173,14 @@ class Settings(FromVariables):
         """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
         environ = os.environ if environ is None else environ
         names = {name: PREFIX + name.upper() for name in cls.model_fields if name != "artifacts"}
-        found: dict[str, Any] = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        found["artifacts"] = StoreOptions.from_env(environ)
+        values: dict[str, Any] = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        values["artifacts"] = StoreOptions.from_env(environ)
         try:
-            return cls.model_validate(found)
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            value = "<secret>" if name in _SECRETS else repr(found.get(name))
+            value = "<secret>" if name in _SECRETS else repr(values.get(name))
             raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {rule_of(first)}",
                                "correct or unset the variable") from error
 
@@ -218,7 +218,7 @@ class Settings(FromVariables):
     @property
     def prices(self) -> dict[str, float]:
         """`gpu_hour_prices` by label."""
-        pairs = (one.partition("=") for one in (self.gpu_hour_prices or "").split(",") if one.strip())
+        pairs = (part.partition("=") for part in (self.gpu_hour_prices or "").split(",") if part.strip())
         return {label.strip(): float(price) for label, _, price in pairs}
 
     def required_secret_keys(self) -> tuple[str, ...]:

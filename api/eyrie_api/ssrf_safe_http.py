@@ -62,14 +62,14 @@ def parse_url(url: str) -> ParsedUrl:
 
 def is_allowed(address: str, *, allow_private: bool) -> bool:
     """Whether a connection to the address is allowed."""
-    found: Address = ipaddress.ip_address(address.partition("%")[0])
-    while isinstance(found, ipaddress.IPv6Address) and (inner := _inner(found)) is not None:
-        found = inner
-    if found in _NEVER or found.is_link_local or found.is_multicast or found.is_unspecified:
+    ip: Address = ipaddress.ip_address(address.partition("%")[0])
+    while isinstance(ip, ipaddress.IPv6Address) and (inner := _inner(ip)) is not None:
+        ip = inner
+    if ip in _NEVER or ip.is_link_local or ip.is_multicast or ip.is_unspecified:
         return False
-    if allow_private and (found.is_private or found.is_loopback):
-        return not found.is_reserved or found.is_loopback
-    return found.is_global
+    if allow_private and (ip.is_private or ip.is_loopback):
+        return not ip.is_reserved or ip.is_loopback
+    return ip.is_global
 
 
 def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:

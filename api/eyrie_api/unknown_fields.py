@@ -33,10 +33,10 @@ def _field_names(path: Sequence[str | int]) -> list[str]:
     """Fields of the section at `path`; empty when it is not a section."""
     sections: list[type[BaseModel]] = [JobSpec]
     for part in path:
-        if isinstance(part, str) and any(part in one.model_fields for one in sections):
-            sections = [found for one in sections if part in one.model_fields
-                        for found in _models_in(one.model_fields[part].annotation)]
-    return [name for one in sections for name in one.model_fields]
+        if isinstance(part, str) and any(part in section.model_fields for section in sections):
+            sections = [model for section in sections if part in section.model_fields
+                        for model in _models_in(section.model_fields[part].annotation)]
+    return [name for section in sections for name in section.model_fields]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -84,18 +84,18 @@ class BrowserSignIn:
             with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
                 answer = http.post(self.issuer.endpoint("token_endpoint"), data=form, auth=credentials,
                                    headers={"accept": "application/json"})
-            found = answer.json() if answer.status_code < 500 else None
+            answered = answer.json() if answer.status_code < 500 else None
         except (httpx.HTTPError, ValueError) as error:
             raise _away(self.issuer.url, type(error).__name__) from None
-        if not isinstance(found, dict):
+        if not isinstance(answered, dict):
             raise _away(self.issuer.url, f"status {answer.status_code}")
-        if not isinstance(found.get("id_token"), str):
+        if not isinstance(answered.get("id_token"), str):
             # Its own words may hold the code; the error code of RFC 6749, section 5.2, holds nothing.
             raise Unauthorized(f"the issuer gave no id_token (status {answer.status_code}, "
-                               f"error {str(found.get('error', 'none'))[:60]!r})",
+                               f"error {str(answered.get('error', 'none'))[:60]!r})",
                                "sign in again; if it stays, check EYRIE_OIDC_CLIENT_ID, its secret, and that the "
                                f"registration allows {redirect_uri}")
-        claims = self.issuer.verify_id_token(found["id_token"], self._client_id, str(pending["nonce"]))
+        claims = self.issuer.verify_id_token(answered["id_token"], self._client_id, str(pending["nonce"]))
         return claims, str(pending["to"])
 
     def session_of(self, claims: Claims, now_s: float) -> str:
@@ -109,8 +109,8 @@ class BrowserSignIn:
 
     def claims_of(self, cookie: str, now_s: float) -> Claims:
         """Who a session's cookie is of. Raises Unauthorized."""
-        found = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
-        return Claims(str(found["subject"]), frozenset(map(str, found["groups"])))
+        session = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
+        return Claims(str(session["subject"]), frozenset(map(str, session["groups"])))
 
     def signed_in_at(self, cookie: str, now_s: float) -> int:
         """When the user of a session's cookie signed in, in seconds since the epoch. Raises Unauthorized."""
@@ -130,14 +130,14 @@ class BrowserSignIn:
 
     def _open(self, purpose: Purpose, sealed: str, now_s: float) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self._keys.decrypt(sealed, "a browser", "sign in again"))
+            content: dict[str, Any] = json.loads(self._keys.decrypt(sealed, "a browser", "sign in again"))
         except (SecretUnreadable, ValueError):
             raise Unauthorized("the session is not valid here", "sign in again") from None
-        if not isinstance(found, dict) or found.get("for") != purpose:
+        if not isinstance(content, dict) or content.get("for") != purpose:
             raise Unauthorized("the session is not valid here", "sign in again")
-        if found["until"] <= now_s:
+        if content["until"] <= now_s:
             raise Unauthorized("the session has expired", "sign in again")
-        return found
+        return content
 
 
 def local_path(path: str) -> str:
@@ -192,13 +192,13 @@ def verify_cookie(cookie: str, digest_of: Callable[[str], str | None], now_s: fl
 
     digest_of   the digest of a credential's secret; None for one that is unknown or has ended
     """
-    found = _FORM.fullmatch(cookie)
-    digest = digest_of(found[1]) if found else None
-    if found is None or digest is None or not hmac.compare_digest(_sign(cookie.rpartition(".")[0], digest), found[4]):
+    match = _FORM.fullmatch(cookie)
+    digest = digest_of(match[1]) if match else None
+    if match is None or digest is None or not hmac.compare_digest(_sign(cookie.rpartition(".")[0], digest), match[4]):
         raise Unauthorized("the session is not valid here", "sign in again")
-    if int(found[3]) <= now_s:
+    if int(match[3]) <= now_s:
         raise Unauthorized("the session has expired", "sign in again")
-    return found[1]
+    return match[1]
 
 
 def create_change_token(credential: str, digest: str, now_s: float) -> str:
@@ -209,10 +209,10 @@ def create_change_token(credential: str, digest: str, now_s: float) -> str:
 
 def verify_change_token(token: str, credential: str, digest: str, now_s: float) -> None:
     """Raises Unauthorized for a token that is not of this credential, or has expired."""
-    found = _CHANGE_FORM.fullmatch(token)
-    if found is None or not hmac.compare_digest(_sign(f"change {credential}.{found[1]}", digest), found[2]):
+    match = _CHANGE_FORM.fullmatch(token)
+    if match is None or not hmac.compare_digest(_sign(f"change {credential}.{match[1]}", digest), match[2]):
         raise Unauthorized("a session changes something only from a page of this server", "load the page again")
-    if int(found[1]) <= now_s:
+    if int(match[1]) <= now_s:
         raise Unauthorized("the page is too old to change something", "load the page again")
 
 

@@ -82,11 +82,11 @@ def create_key(name: str, creator: Principal, roles: dict[str, Role], now: datet
 
 def id_of(text: str) -> str:
     """The id in a key, to look up its record. Raises Unauthorized for a malformed or mistyped key."""
-    found = _FORM.fullmatch(text)
-    if found is None or not hmac.compare_digest(_check(text[:-_CHECK_LENGTH]), found[3]):
+    match = _FORM.fullmatch(text)
+    if match is None or not hmac.compare_digest(_check(text[:-_CHECK_LENGTH]), match[3]):
         raise Unauthorized("the bearer token is not a valid API key", f"a key begins with {PREFIX}_ and must be "
                            "copied completely; create a new one if it is lost")
-    return found[1]
+    return match[1]
 
 
 def verify_key(text: str, record: KeyRecord | None, now: datetime) -> Principal:

@@ -82,7 +82,7 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
     if store.stat(f"{prefix}/{MANIFEST}") is None:
         if not unfinished:
             raise ArtifactMissing(f"no {prefix}/{MANIFEST} in {store.url}", "run the stage that writes it")
-        names = (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix))
+        names = (stored.key.removeprefix(f"{prefix}/") for stored in store.list(prefix))
         return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None), wanted(names))
     text = store.read(f"{prefix}/{MANIFEST}")
     temporary = directory / f".{MANIFEST}.fetched"
@@ -141,12 +141,12 @@ class StageManifest:
 def read_manifests(job_dir: Path) -> tuple[StageManifest, ...]:
     """Every finished stage of a job, in order of stage and key. A directory without a manifest is unfinished and is
     skipped."""
-    found = []
+    finished = []
     for stage in STAGES:
         home = job_dir / "stages" / stage
         # Race: the files of a job that is being deleted vanish between a listing and a read.
         with suppress(FileNotFoundError, ArtifactMissing):
             for path in sorted((*home.glob(MANIFEST), *home.glob(f"*/{MANIFEST}"))):
                 key = "" if path.parent == home else path.parent.name
-                found.append(StageManifest(stage, key, path.parent, read_manifest(path)))
-    return tuple(found)
+                finished.append(StageManifest(stage, key, path.parent, read_manifest(path)))
+    return tuple(finished)

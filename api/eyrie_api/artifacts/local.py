@@ -114,8 +114,8 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         root = self._root / directory_prefix(prefix)
-        found = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
-        keys = {path.relative_to(self._root).as_posix(): path for path in found}
+        paths = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
+        keys = {path.relative_to(self._root).as_posix(): path for path in paths}
         for key in sorted(keys):
             if not any(part.startswith(".") for part in key.split("/")):
                 with suppress(FileNotFoundError):  # deleted since
@@ -126,7 +126,7 @@ class LocalStore:
 
     def delete_all(self, prefix: str) -> int:
         """See `ArtifactStore`. Directories that become empty are removed."""
-        doomed = [found.key for found in self.list(prefix)]
+        doomed = [stored.key for stored in self.list(prefix)]
         for key in doomed:
             self.delete(key)
         root = self._root / directory_prefix(prefix)

@@ -103,10 +103,10 @@ class S3Store:
     def stat(self, key: str) -> StoredObject | None:
         try:
             with self._bucket.translating_errors(key):
-                found = self._bucket.client.head_object(**self._place(key))
+                head = self._bucket.client.head_object(**self._place(key))
         except ArtifactMissing:
             return None
-        return StoredObject(key, found["ContentLength"], _digest_of(found))
+        return StoredObject(key, head["ContentLength"], _digest_of(head))
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         read: list[bytes] = []
@@ -161,22 +161,22 @@ class S3Store:
         return self.write(key, data)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
-        found = self.stat(key)
-        if found is None:
+        stored = self.stat(key)
+        if stored is None:
             raise self._bucket.missing(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "r+b"):
                 os.fchmod(handle, 0o644)
-                os.truncate(handle, found.size_bytes)
+                os.truncate(handle, stored.size_bytes)
                 step = self._bucket.options.part_size_bytes
                 run_all(self.parallel, [
-                    partial(self._fetch, key, start, min(start + step, found.size_bytes),
+                    partial(self._fetch, key, start, min(start + step, stored.size_bytes),
                             lambda at, chunk: os.pwrite(handle, chunk, at))
-                    for start in range(0, found.size_bytes, step)])
+                    for start in range(0, stored.size_bytes, step)])
                 os.fsync(handle)
-            self._compare(key, digest_file(Path(name)), sha256 or found.sha256)
+            self._compare(key, digest_file(Path(name)), sha256 or stored.sha256)
             os.replace(name, target)
         finally:
             Path(name).unlink(missing_ok=True)
@@ -187,15 +187,15 @@ class S3Store:
             Bucket=self._bucket.name, Prefix=below, PaginationConfig={"PageSize": PAGE})
         with self._bucket.translating_errors(f"the list of {below}"):
             for page in pages:
-                for found in page.get("Contents", ()):
-                    yield StoredObject(found["Key"].removeprefix(self._prefix), found["Size"])
+                for item in page.get("Contents", ()):
+                    yield StoredObject(item["Key"].removeprefix(self._prefix), item["Size"])
 
     def delete(self, key: str) -> None:
         with self._bucket.translating_errors(key):
             self._bucket.client.delete_object(**self._place(key))
 
     def delete_all(self, prefix: str) -> int:
-        doomed = [{"Key": self._place(found.key)["Key"]} for found in self.list(prefix)]
+        doomed = [{"Key": self._place(stored.key)["Key"]} for stored in self.list(prefix)]
         for start in range(0, len(doomed), PAGE):
             batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
             with self._bucket.translating_errors(prefix):
@@ -212,10 +212,10 @@ class S3Store:
             Bucket=self._bucket.name, Prefix=below)
         try:
             with self._bucket.translating_errors(f"list of unfinished uploads below {below}"):
-                found = [upload for page in pages for upload in page.get("Uploads", ())]
+                uploads = [upload for page in pages for upload in page.get("Uploads", ())]
         except ArtifactMissing:  # rclone's server answers NoSuchUpload where no upload has begun since its start
             return 0
-        for upload in found:
+        for upload in uploads:
             if upload["Initiated"] <= before:
                 abort(self._bucket, upload["Key"], upload["UploadId"])
                 swept += 1

@@ -285,22 +285,22 @@ def md5_base64(data: bytes) -> str:
 def _resume(bucket: Bucket, record_file: Path, wanted: Upload) -> tuple[Upload, dict[int, tuple[str, int]]]:
     """The recorded upload and its parts, if it is of the same bytes and the server still has it."""
     try:
-        found = Upload.model_validate_json(record_file.read_bytes())
+        recorded = Upload.model_validate_json(record_file.read_bytes())
     except (OSError, ValidationError):
         return wanted, {}
-    if found.model_copy(update={"upload_id": ""}) != wanted:
-        if (found.url, found.key) == (wanted.url, wanted.key):
-            abort(bucket, found.key, found.upload_id)
+    if recorded.model_copy(update={"upload_id": ""}) != wanted:
+        if (recorded.url, recorded.key) == (wanted.url, wanted.key):
+            abort(bucket, recorded.key, recorded.upload_id)
         return wanted, {}
     uploaded: dict[int, tuple[str, int]] = {}
     try:
-        with bucket.translating_errors(found.key):
+        with bucket.translating_errors(recorded.key):
             for page in bucket.client.get_paginator("list_parts").paginate(
-                    Bucket=bucket.name, Key=found.key, UploadId=found.upload_id):
+                    Bucket=bucket.name, Key=recorded.key, UploadId=recorded.upload_id):
                 uploaded.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in page.get("Parts", ())})
     except ArtifactMissing:  # race: swept, or completed just before the process was killed
         return wanted, {}
-    return found, uploaded
+    return recorded, uploaded
 
 
 def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tuple[str, int]],

@@ -105,14 +105,14 @@ def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     for spec in specs:
         paths += [spec.drafter.init_from, *(rival.path for rival in spec.rivals)]
         paths += [str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values]
-    return {(found["job"], found["name"]) for path in paths if path is not None
-            for found in (_CHECKPOINT.search(path),) if found is not None}
+    return {(match["job"], match["name"]) for path in paths if path is not None
+            for match in (_CHECKPOINT.search(path),) if match is not None}
 
 
 def that_have_not(condition: Literal["Regenerated", "Captured"], jobs: Iterable[Job]) -> list[str]:
     """The jobs that may still take over answers (which have not Regenerated) or states (not Captured) of others."""
     return [job.id for job in jobs if job.status.phase in MAY_READ
-            and not any(one.type == condition and one.status == "True" for one in job.status.conditions)]
+            and not any(held.type == condition and held.status == "True" for held in job.status.conditions)]
 
 
 def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[str, ...]]:
@@ -125,7 +125,7 @@ def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str,
         with suppress(ArtifactMissing, ValueError):  # not started, or a file that its next start writes again
             for earlier in json.loads(read(f"jobs/{job_id}/job.json")).get("reuse", ()):
                 readers[earlier].append(job_id)
-    return {earlier: tuple(sorted(found)) for earlier, found in sorted(readers.items())}
+    return {earlier: tuple(sorted(job_readers)) for earlier, job_readers in sorted(readers.items())}
 
 
 def states_of(jobs: Iterable[str]) -> set[tuple[str, str]]:
@@ -143,9 +143,9 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
             kind, name = next(((kind, match.groupdict().get("name", "")) for kind, match in matches if match),
                               ("record", ""))
             gathered[parts[1], kind, name].append((place, size))
-    return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
-                    files=tuple(sorted(place for place, _ in found)))
-            for (job_id, kind, name), found in sorted(gathered.items())]
+    return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in sized_files),
+                    files=tuple(sorted(place for place, _ in sized_files)))
+            for (job_id, kind, name), sized_files in sorted(gathered.items())]
 
 
 def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]],
@@ -200,10 +200,10 @@ def files_in_home(home: Path) -> Iterator[tuple[str, int]]:
 def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
     try:
         with os.scandir(directory) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+            by_name = sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
-    for entry in found:
+    for entry in by_name:
         here = f"{place}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(Path(entry.path), here)
@@ -214,8 +214,8 @@ def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
 
 def files_in_store(store: ArtifactStore) -> Iterator[tuple[str, int]]:
     """Every object below `jobs/` with its size."""
-    for found in store.list("jobs"):
-        yield found.key, found.size_bytes
+    for stored in store.list("jobs"):
+        yield stored.key, stored.size_bytes
 
 
 def read_in_home(home: Path, place: str) -> bytes:

@@ -229,13 +229,13 @@ class StoreOptions(FromVariables):
         directory = self.credentials_dir
         if directory is None:
             return {}
-        found = {name: (directory / name).read_text().strip() for name in ("access_key", "secret_key", "session_token")
+        values = {name: (directory / name).read_text().strip() for name in ("access_key", "secret_key", "session_token")
                  if (directory / name).is_file()}
-        missing = [name for name in ("access_key", "secret_key") if not found.get(name)]
+        missing = [name for name in ("access_key", "secret_key") if not values.get(name)]
         if missing:
             raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} lacks {' and '.join(missing)}",
                                "mount a Secret with the keys access_key and secret_key there")
-        return found
+        return values
 
 
 T = TypeVar("T")

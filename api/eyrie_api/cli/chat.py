@@ -91,12 +91,12 @@ def curl_line(url: str, model: str) -> str:
 def pick_endpoint(endpoints: tuple[Endpoint, ...], name: str | None) -> Endpoint:
     """The endpoint to talk to: the named one, else the only one that is on. Raises NotFound."""
     if name is not None:
-        found = next((e for e in endpoints if e.name == name), None)
-        if found is None:
+        named = next((e for e in endpoints if e.name == name), None)
+        if named is None:
             raise NotFound(f"no endpoint named {name!r}", "eyrie endpoints lists them")
-        if found.desired == "off" or found.url is None:
+        if named.desired == "off" or named.url is None:
             raise NotFound(f"endpoint {name!r} is off", f"eyrie endpoints on {name}")
-        return found
+        return named
     usable = [e for e in endpoints if e.desired == "on" and e.url is not None]
     if not usable:
         raise NotFound("no endpoint is on", "train a drafter first (eyrie train ...), or eyrie endpoints on <name>")

@@ -103,12 +103,12 @@ def find_job(client: Client, wanted: str) -> Job:
         named = client.jobs(name=wanted, limit=1).items
         if named:
             return named[0]
-        found = [job for job in client.jobs().items if job.id.startswith(wanted)]
-        if len(found) > 1:
-            raise InvalidInput(f"{wanted!r} begins {len(found)} job ids", "give more of the id") from None
-        if not found:
+        matching = [job for job in client.jobs().items if job.id.startswith(wanted)]
+        if len(matching) > 1:
+            raise InvalidInput(f"{wanted!r} begins {len(matching)} job ids", "give more of the id") from None
+        if not matching:
             raise
-        return found[0]
+        return matching[0]
 
 
 @app.command()
@@ -271,11 +271,11 @@ def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> 
     """Show one job: stages, time left, conditions, decision."""
     left = None
     with connect(server) as client:
-        found = find_job(client, job)
-        if found.status.phase == "Running" and not as_json:
+        shown = find_job(client, job)
+        if shown.status.phase == "Running" and not as_json:
             with suppress(NotFound):  # it has no plan
-                left = client.planned_and_actual(found.id).time_left
-    Screen(as_json=as_json).show(found, tables.job_view(found, tables.utc_now(), left))
+                left = client.planned_and_actual(shown.id).time_left
+    Screen(as_json=as_json).show(shown, tables.job_view(shown, tables.utc_now(), left))
 
 
 app.command("show", hidden=True)(job_)
@@ -308,24 +308,24 @@ def logs(
     """Show the log of a stage."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
-        found = find_job(client, job)
-        named, key = pick_stage(found, stage, key)
-        for line in client.logs(found.id, named, key=key, follow=follow):
+        shown = find_job(client, job)
+        named, key = pick_stage(shown, stage, key)
+        for line in client.logs(shown.id, named, key=key, follow=follow):
             screen.line({"stage": named, "key": key, "line": line}, Text(printable(line)))
 
 
 def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
     """The stage whose log to show: the given one, else the failed, the running or the last. Raises InvalidInput."""
-    started = [one for one in job.status.stages if one.started_at is not None]
-    candidates = [one for one in started if stage in (None, one.stage) and (not key or one.key == key)]
+    started = [status for status in job.status.stages if status.started_at is not None]
+    candidates = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
     if not candidates:
-        known = ", ".join(f"{one.stage}{' --key ' + one.key if one.key else ''}" for one in started)
+        known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
         raise InvalidInput(f"job {job.id} has no log of stage {stage or 'any'} {key}".rstrip(),
                            f"it has: {known}" if known else "no stage has started yet")
     for state in ("Failed", "Running"):
-        for one in candidates:
-            if one.state == state:
-                return one.stage, one.key
+        for status in candidates:
+            if status.state == state:
+                return status.stage, status.key
     return candidates[-1].stage, candidates[-1].key
 
 
@@ -398,7 +398,7 @@ def plots_(
         figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
             client, find_job(client, job or "").id)
     files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
-    Screen(as_json=as_json).show({"files": [str(one) for one in files]}, "\n".join(map(str, files)) or (
+    Screen(as_json=as_json).show({"files": [str(file) for file in files]}, "\n".join(map(str, files)) or (
         "no figures yet: those of a job appear while it trains and when the benchmark, tune and prove stages finish, "
         "those of an endpoint with its first window of acceptance"))
 
@@ -451,12 +451,12 @@ def delete(
 ) -> None:
     """Delete a job and its files."""
     with connect(server) as client:
-        found = find_job(client, job)
+        doomed = find_job(client, job)
         if not yes and not as_json:
-            typer.confirm(f"Delete job {found.id} and every file it wrote?", abort=True)
-        gone = client.delete(found.id)
+            typer.confirm(f"Delete job {doomed.id} and every file it wrote?", abort=True)
+        gone = client.delete(doomed.id)
     words = "deleted." if gone else "is being cancelled and will be deleted once it has stopped."
-    Screen(as_json=as_json).show({"id": found.id, "deleted": gone}, f"Job {found.id} {words}")
+    Screen(as_json=as_json).show({"id": doomed.id, "deleted": gone}, f"Job {doomed.id} {words}")
 
 
 @app.command()
@@ -482,11 +482,11 @@ def storage(
         if home is None and not clean and not failed:
             screen = Screen(as_json=as_json)
             with connect(server) as client:
-                found, last = measured_by(client)
+                usage, last = measured_by(client)
             screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
                         + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
-            result = {"removed_bytes": None, **found.model_dump(mode="json"), "incomplete": last.incomplete}
-            screen.show(result, storage_view(found, None, {}))
+            result = {"removed_bytes": None, **usage.model_dump(mode="json"), "incomplete": last.incomplete}
+            screen.show(result, storage_view(usage, None, {}))
             return
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
@@ -496,14 +496,14 @@ def storage(
     read = partial(storage_usage.read_in_home, root) if place is None else place.read
     readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
     states = storage_usage.states_of(storage_usage.reused_by(storage_usage.that_have_not("Captured", jobs), read))
-    found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
+    usage = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
                                        storage_usage.read_by(jobs) | states, failed_too=failed)
     freed = None
     if clean:
-        freed = (storage_usage.remove_from_home(root, found) if place is None
-                 else storage_usage.remove_from_store(place, found))
-    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
-    Screen(as_json=as_json).show(result, storage_view(found, freed, readers))
+        freed = (storage_usage.remove_from_home(root, usage) if place is None
+                 else storage_usage.remove_from_store(place, usage))
+    result = {"removed_bytes": freed, **usage.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
+    Screen(as_json=as_json).show(result, storage_view(usage, freed, readers))
 
 
 @endpoints_app.callback(invoke_without_command=True)

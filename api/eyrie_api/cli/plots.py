@@ -38,7 +38,7 @@ def write_figures(figures: Sequence[Figure], out: Path, kind: Format, theme: Lit
     """Write one file per figure into `out`, which is made; returns their paths. Raises NoPlotLibrary."""
     library = _library()
     out.mkdir(parents=True, exist_ok=True)
-    return [_write(library, one, out, kind, theme) for one in figures]
+    return [_write(library, figure, out, kind, theme) for figure in figures]
 
 
 def _write(library: Any, figure: Figure, out: Path, kind: Format, theme: Literal["light", "dark"]) -> Path:

@@ -119,11 +119,12 @@ def validate(document: dict[str, Any]) -> JobSpec:
         return JobSpec.model_validate(document)
     except ValidationError as error:
         problems, hints = [], []
-        for one in error.errors(include_url=False):
-            where = ".".join(str(step) for step in one["loc"]) or "job"
-            got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
-            problems.append(f"{where}: {rule_of(one)}{got}")
-            if one["type"] == "extra_forbidden":
-                hints.append((where, unknown_field_hint(one["loc"])))
+        for problem in error.errors(include_url=False):
+            where = ".".join(str(step) for step in problem["loc"]) or "job"
+            kind = problem["type"]
+            got = "" if kind in ("missing", "extra_forbidden") or where == "job" else f" (got {problem['input']!r})"
+            problems.append(f"{where}: {rule_of(problem)}{got}")
+            if kind == "extra_forbidden":
+                hints.append((where, unknown_field_hint(problem["loc"])))
         hint = hints[0][1] if len(hints) == 1 else "; ".join(f"{where}: {text}" for where, text in hints)
         raise InvalidInput("; ".join(problems), hint or "every field is described at the server's /docs") from None

@@ -93,14 +93,14 @@ def alerts_view(items: Sequence[AlertItem], now: datetime) -> RenderableType:
     """What needs a person: a title, what was seen, what to do."""
     if not items:
         return Text("Nothing needs a person.")
-    found = Text()
-    for one in items:
-        found.append(f"{one.title}\n", "bold")
-        found.append(f"  {one.message}" + (f" ({ago(one.since, now)})" if one.since else "") + "\n")
-        if one.hint:
-            found.append("  hint: ", "bold green").append(f"{one.hint}\n")
-    found.right_crop(1)
-    return found
+    text = Text()
+    for item in items:
+        text.append(f"{item.title}\n", "bold")
+        text.append(f"  {item.message}" + (f" ({ago(item.since, now)})" if item.since else "") + "\n")
+        if item.hint:
+            text.append("  hint: ", "bold green").append(f"{item.hint}\n")
+    text.right_crop(1)
+    return text
 
 
 def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> RenderableType:
@@ -298,8 +298,8 @@ def plan_view(plan: Plan) -> RenderableType:
                    "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}", ""]
     table.add_row(*totals, style="bold")
     assumed = _table("ASSUMED", "VALUE", "FROM", right=("VALUE",))
-    for one in plan.assumptions:
-        assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
+    for assumption in plan.assumptions:
+        assumed.add_row(assumption.name, f"{assumption.value:,.6g} {assumption.unit}".rstrip(), assumption.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
     parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, *_store_view(plan), assumed]
     if plan.candidate_rows:
@@ -314,22 +314,22 @@ def plan_view(plan: Plan) -> RenderableType:
 def planned_words(planned: PlannedStages) -> str:
     """What an accepted job will take, in a line: time with its range on GPUs, disk, GPU hours, the longest stage."""
     stages = planned.stages
-    total = sum(one.hours for one in stages)
-    ranges = [one.hours_range for one in stages if one.hours_range is not None]
+    total = sum(stage.hours for stage in stages)
+    ranges = [stage.hours_range for stage in stages if stage.hours_range is not None]
     ends = ""
     if len(ranges) == len(stages):
-        low, high = sum(one.low for one in ranges), sum(one.high for one in ranges)
+        low, high = sum(stage.low for stage in ranges), sum(stage.high for stage in ranges)
         ends = f" ({duration(3600 * low)} to {duration(3600 * high)})"
-    gpu_hours = sum(one.gpu_hours for one in stages)
-    longest = max(stages, key=lambda one: one.hours)
-    return (f"planned: {duration(3600 * total)}{ends}, {size(sum(one.bytes_on_disk for one in stages))} on disk"
+    gpu_hours = sum(stage.gpu_hours for stage in stages)
+    longest = max(stages, key=lambda stage: stage.hours)
+    return (f"planned: {duration(3600 * total)}{ends}, {size(sum(stage.bytes_on_disk for stage in stages))} on disk"
             + (f", {gpu_hours:,.1f} GPU hours" if gpu_hours else "")
             + (f"; {longest.stage} takes {longest.hours / total:.0%}" if total else "") + "; eyrie plan has the rest")
 
 
 def _store_view(plan: Plan) -> list[RenderableType]:
     """The use of the object store by stage, and its money; nothing where there is none."""
-    uses = [(f"{one.stage} {one.key}".rstrip(), one.store) for one in plan.stages if one.store is not None]
+    uses = [(f"{stage.stage} {stage.key}".rstrip(), stage.store) for stage in plan.stages if stage.store is not None]
     if not uses:
         return []
     heads = ("OBJECTS", "WRITES", "READS", "BYTES READ", "COST", "RANGE")
@@ -350,8 +350,8 @@ def _money(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"
 
 
-def _money_range(found: Interval | None) -> str:
-    return "-" if found is None else f"{found.low:,.2f} - {found.high:,.2f}"
+def _money_range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:,.2f} - {interval.high:,.2f}"
 
 
 def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:
@@ -376,10 +376,10 @@ def series_table(series: Sequence[MetricSeries]) -> RenderableType:
     if not series:
         return Text("No metrics yet: they are logged while a drafter trains.")
     table = _table("SERIES", "STAGE", "KEY", "STEP", "LAST", "COURSE", right=("STEP", "LAST"))
-    for one in series:
-        last = one.points[-1] if one.points else None
-        table.add_row(one.name, one.stage, one.key or "-", str(last.step) if last else "-",
-                      f"{last.value:.4g}" if last else "-", sparkline([point.value for point in one.points]))
+    for line in series:
+        last = line.points[-1] if line.points else None
+        table.add_row(line.name, line.stage, line.key or "-", str(last.step) if last else "-",
+                      f"{last.value:.4g}" if last else "-", sparkline([point.value for point in line.points]))
     return table
 
 

@@ -160,7 +160,7 @@ def closing_words(job: Job, endpoint: Endpoint | None = None) -> str:
 
 def serving_words(endpoint: Endpoint) -> list[str]:
     """What an endpoint serves at which URL, and a command that sends it a request."""
-    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
+    active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     if endpoint.url is None or active is None or endpoint.desired == "off":
         return [f"It does not serve yet: eyrie endpoints show {endpoint.name}"]
     what = "without a drafter" if active.checkpoint is None else f"with the drafter {active.checkpoint}"

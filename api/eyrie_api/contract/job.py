@@ -73,9 +73,9 @@ class JobSpec(Frozen):
     @model_validator(mode="after")
     def _threads_are_of_the_embedded_engine(self) -> "JobSpec":
         profiles = self.prove.hardware.profiles if self.prove.hardware is not None else ()
-        for number, one in enumerate(profiles):
-            if one.threads is not None and self.engine.kind != "embedded":
-                raise ValueError(f"prove.hardware.profiles.{number}.threads is {one.threads} and engine is "
+        for number, profile in enumerate(profiles):
+            if profile.threads is not None and self.engine.kind != "embedded":
+                raise ValueError(f"prove.hardware.profiles.{number}.threads is {profile.threads} and engine is "
                                  f"{self.engine.kind!r}, which takes no number of threads: omit it")
         return self
 

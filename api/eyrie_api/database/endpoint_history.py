@@ -169,9 +169,9 @@ class Histories:
 
 def _last(session: Session, endpoint: str, revision: int, kind: str, after: int) -> int:
     """Id of the latest entry of that kind, or `after` when there is none beyond it."""
-    found = session.execute(select(func.max(HistoryRow.id)).where(
+    latest = session.execute(select(func.max(HistoryRow.id)).where(
         HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == kind)).scalar()
-    return max(found or 0, after)
+    return max(latest or 0, after)
 
 
 def _known(session: Session, endpoint: str) -> bool:

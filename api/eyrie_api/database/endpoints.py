@@ -111,9 +111,9 @@ class Endpoints:
         with self._database.reading() as session:
             rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
             revisions: dict[str, list[RevisionRow]] = {row.name: [] for row in rows}
-            for one in session.scalars(select(RevisionRow).where(
+            for revision in session.scalars(select(RevisionRow).where(
                     endpoint_names.visible_to(RevisionRow.endpoint, self._scope, "endpoints:read"))):
-                revisions.get(one.endpoint, []).append(one)
+                revisions.get(revision.endpoint, []).append(revision)
             return EndpointList(items=tuple(render_endpoint(row, revisions[row.name]) for row in rows))
 
     def serving(self, name: str, action: Action = "endpoints:read") -> Serving:
@@ -247,7 +247,7 @@ class Endpoints:
         stays. `reason` is a CamelCase word; `figures` are those of its canary's last step."""
         with self._database.writing() as session:
             row = self._hold(session, name)
-            revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
+            revision, active = self._revision(session, row, number), self._revision(session, row, row.active_revision)
             if revision is not None:
                 revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
                 record_history(session, self._clock, name, "rejected", reason, message, revision=number,
@@ -266,7 +266,7 @@ class Endpoints:
             row = self._hold(session, name)
             row.url = url or row.url
             if conditions is not None:
-                row.conditions = [one.model_dump(mode="json") for one in conditions]
+                row.conditions = [condition.model_dump(mode="json") for condition in conditions]
             row.updated_at = self._clock()
 
     def _find(self, session: Session, name: str, action: Action = "endpoints:read", *,
@@ -344,7 +344,8 @@ def _earlier(session: Session, row: EndpointRow) -> RevisionRow:
     earlier = session.scalars(select(RevisionRow).where(
         RevisionRow.endpoint == row.name, RevisionRow.number < row.active_revision,
     ).order_by(RevisionRow.number.desc())).all()
-    good = [one for one in earlier if one.state == "retired"] or [one for one in earlier if one.checkpoint is None]
+    good = [older for older in earlier if older.state == "retired"] or [
+        older for older in earlier if older.checkpoint is None]
     if not good:
         raise Conflict(f"endpoint {row.name!r} serves its first revision", "there is no older revision")
     return good[0]

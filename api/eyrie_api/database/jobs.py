@@ -286,7 +286,7 @@ class Jobs:
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
             old = JobStatus.model_validate(row.status)
-            kept = tuple(one for one in old.conditions if one.type not in ENDS)
+            kept = tuple(condition for condition in old.conditions if condition.type not in ENDS)
             row.status = old.model_copy(update={
                 "conditions": kept, "attempt": row.attempt, "phase": "Pending", "finished_at": None, "run_id": None,
             }).model_dump(mode="json")
@@ -388,11 +388,11 @@ class Jobs:
         with self.database.reading() as session:
             return tuple(map(WaitingPod.model_validate, self._find(session, job_id).waiting_pods or ()))
 
-    def record_waiting_pods(self, found: Iterable[WaitingPod]) -> None:
+    def record_waiting_pods(self, pods: Iterable[WaitingPod]) -> None:
         """Replace those of every job that has not ended; only what differs is written. Their jobs are found by run."""
         by_run: dict[str, list[Any]] = {}
-        for one in found:
-            by_run.setdefault(one.run_id, []).append(one.model_dump(mode="json"))
+        for pod in pods:
+            by_run.setdefault(pod.run_id, []).append(pod.model_dump(mode="json"))
         run_id = JobRow.status["run_id"].as_string()
         query = select(JobRow.id, run_id, JobRow.waiting_pods).where(
             JobRow.ended.is_(False), or_(run_id.in_(by_run), JobRow.waiting_pods.is_not(None)))
@@ -416,7 +416,8 @@ class Jobs:
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "its new driver continues")
             if is_over(status.conditions) and not row.ended:
-                end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
+                end = next(condition for condition in status.conditions
+                           if condition.type in _END_EVENTS and condition.status == "True")
                 announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
                     "id": row.id, "name": row.name, "target": row.target, "reason": end.reason,
                     "message": end.message}})

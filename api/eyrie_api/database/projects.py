@@ -57,7 +57,7 @@ class Projects:
         limited = select(ProjectRow).where(
             self._scope.sees(ProjectRow.name, "jobs:read"),
             or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_gpus.is_not(None))).order_by(ProjectRow.name)
-        found = []
+        exhausted = []
         with self._database.reading() as session:
             rows = {row.name: row for row in session.scalars(limited)}
             if not rows:  # without quotas there may be any number of live jobs to count
@@ -67,10 +67,10 @@ class Projects:
             for name, jobs, gpus in session.execute(live):
                 max_jobs, max_gpus = rows[name].max_jobs, rows[name].max_gpus
                 if max_jobs is not None and jobs >= max_jobs:
-                    found.append(UsedUp(name, "jobs", jobs, max_jobs))
+                    exhausted.append(UsedUp(name, "jobs", jobs, max_jobs))
                 if max_gpus is not None and gpus >= max_gpus > 0:
-                    found.append(UsedUp(name, "GPUs", int(gpus), max_gpus))
-        return tuple(found)
+                    exhausted.append(UsedUp(name, "GPUs", int(gpus), max_gpus))
+        return tuple(exhausted)
 
     def get(self, name: str) -> Project:
         """One project. Raises NotFound."""
@@ -299,10 +299,10 @@ def revoke_keys_of(session: Session, scope: Scope, clock: Clock, project: str,
     rows = session.scalars(select(ApiKeyRow).where(
         ApiKeyRow.project == project, or_(ApiKeyRow.revoked_at.is_(None), ApiKeyRow.revoked_at > now),
     ).order_by(ApiKeyRow.created_at)).all()
-    found: set[str] = set()
+    revoked: set[str] = set()
     for row in rows:  # in order of creation, so that a key comes after the one that created it
-        if row.created_by in found or is_former(row.created_by):
-            found.add(f"key:{row.id}")
+        if row.created_by in revoked or is_former(row.created_by):
+            revoked.add(f"key:{row.id}")
             row.revoked_at = now
             record_change(session, scope, clock, "key.revoke", f"key/{row.id}", project)
 

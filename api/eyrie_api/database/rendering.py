@@ -28,7 +28,7 @@ def new_job_id() -> str:
 
 def is_over(conditions: Iterable[Condition]) -> bool:
     """Whether one of the conditions ends the job."""
-    return any(one.type in ENDS and one.status == "True" for one in conditions)
+    return any(condition.type in ENDS and condition.status == "True" for condition in conditions)
 
 
 def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
@@ -53,7 +53,7 @@ def render_event(row: EventRow) -> Event:
 
 def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpoint:
     """One endpoint with its history, oldest first."""
-    history = tuple(render_revision(one) for one in sorted(revisions, key=lambda one: one.number))
+    history = tuple(render_revision(revision) for revision in sorted(revisions, key=lambda revision: revision.number))
     return Endpoint.model_validate({
         "name": row.name, "target": row.target["model"], "url": row.url, "model": row.model, "desired": row.desired,
         "active_revision": row.active_revision, "candidate_revision": row.candidate_revision, "revisions": history,

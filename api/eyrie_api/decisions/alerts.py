@@ -58,14 +58,14 @@ def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Itera
               full_disk: EyrieError | None = None) -> AlertList:
     """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has
     the first ones and the number of all."""
-    found = [] if full_disk is None else [AlertItem(
+    items = [] if full_disk is None else [AlertItem(
         kind="disk-full", title="The disk is full", message=full_disk.message, hint=full_disk.hint, link="/")]
-    drift = {one.endpoint: one.drift for one in traffic}
+    drift = {current.endpoint: current.drift for current in traffic}
     for endpoint in endpoints:
-        found += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
+        items += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
     for job in jobs:
-        found += _of_job(job, jobs, endpoints)
-    return AlertList(items=(*found, *_queued(jobs), *map(_quota, used_up), *_waiting(waiting)))
+        items += _of_job(job, jobs, endpoints)
+    return AlertList(items=(*items, *_queued(jobs), *map(_quota, used_up), *_waiting(waiting)))
 
 
 def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job]) -> Iterable[AlertItem]:
@@ -109,7 +109,7 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
         kind, what = _PODS[waiting.reason or ""]
         yield AlertItem(kind=kind, job_id=job.id, link=link, message=waiting.message or "",
                             title=f"Job {name} {what} in {waiting.stage}", hint=waiting.hint or "")
-    if decision is None or any(one.job_id == job.id for endpoint in endpoints for one in endpoint.revisions):
+    if decision is None or any(revision.job_id == job.id for endpoint in endpoints for revision in endpoint.revisions):
         return
     served = job.spec.serve.endpoint
     promote = f"eyrie endpoints promote {served} --job {job.id}"
@@ -127,7 +127,7 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
 
 
 def _failed(job: Job, name: str, link: str) -> AlertItem:
-    stage = next((one for one in job.status.stages if one.state == "Failed"), None)
+    stage = next((status for status in job.status.stages if status.state == "Failed"), None)
     if stage is None:
         condition = _condition(job.status.conditions, "Failed")
         message, hint = _apart(condition.message if condition else "")
@@ -152,13 +152,13 @@ def _queued(jobs: Iterable[Job]) -> list[AlertItem]:
         hint="wait, or cancel one", since=accepted.last_transition_time, link=f"/console/jobs/{first.id}")]
 
 
-def _quota(one: UsedUp) -> AlertItem:
+def _quota(quota: UsedUp) -> AlertItem:
     return AlertItem(
-        kind="quota-used-up", project=one.project, link="/console/admin",
-        title=f"Project {one.project} has used up its quota: {one.used} of {one.most} {one.what}",
+        kind="quota-used-up", project=quota.project, link="/console/admin",
+        title=f"Project {quota.project} has used up its quota: {quota.used} of {quota.most} {quota.what}",
         message="further jobs are refused, and DrafterJobs of its namespaces wait",
         hint="wait until a job ends, cancel one, or ask an administrator: "
-             f"eyrie projects quotas {one.project} {one.option} N")
+             f"eyrie projects quotas {quota.project} {quota.option} N")
 
 
 def _waiting(waiting: WaitingList) -> Iterable[AlertItem]:
@@ -170,11 +170,12 @@ def _waiting(waiting: WaitingList) -> Iterable[AlertItem]:
             message="those above have waited longest", hint=f"all of them: GET {_WAITING}", link=_WAITING)
 
 
-def _waiting_object(one: WaitingObject) -> AlertItem:
+def _waiting_object(waiting: WaitingObject) -> AlertItem:
     return AlertItem(
-        kind="waiting-for-quota", project=one.project, drafter_job=f"{one.namespace}/{one.name}",
-        title=f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}",
-        message=f"in project {one.project}: {one.message}", hint=one.hint, since=one.since, link=_WAITING)
+        kind="waiting-for-quota", project=waiting.project, drafter_job=f"{waiting.namespace}/{waiting.name}",
+        title=f"DrafterJob {waiting.namespace}/{waiting.name} waits: {waiting.reason}",
+        message=f"in project {waiting.project}: {waiting.message}", hint=waiting.hint, since=waiting.since,
+        link=_WAITING)
 
 
 def _apart(text: str) -> tuple[str, str]:
@@ -190,4 +191,4 @@ def _has_newer(jobs: Iterable[Job], endpoint: str, since: datetime) -> bool:
 
 
 def _condition(conditions: Iterable[Condition], kind: str) -> Condition | None:
-    return next((one for one in conditions if one.type == kind), None)
+    return next((condition for condition in conditions if condition.type == kind), None)

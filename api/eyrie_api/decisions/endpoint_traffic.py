@@ -22,14 +22,14 @@ def traffic_of(endpoints: Iterable[Endpoint], latest: Iterable[HistoryEntry]) ->
     by_endpoint: dict[str, _Latest] = {}
     for entry in latest:
         by_endpoint.setdefault(entry.endpoint, {})[entry.kind] = entry
-    return tuple(_traffic(one, by_endpoint.get(one.name, {})) for one in endpoints)
+    return tuple(_traffic(endpoint, by_endpoint.get(endpoint.name, {})) for endpoint in endpoints)
 
 
 def _traffic(endpoint: Endpoint, latest: _Latest) -> EndpointTraffic:
-    found = EndpointTraffic(endpoint=endpoint.name, revision=endpoint.active_revision)
+    traffic = EndpointTraffic(endpoint=endpoint.name, revision=endpoint.active_revision)
     if endpoint.desired == "off":
-        return found
-    return found.model_copy(update={"window": _window(endpoint, latest), "canary": _canary(endpoint, latest),
+        return traffic
+    return traffic.model_copy(update={"window": _window(endpoint, latest), "canary": _canary(endpoint, latest),
                                     "drift": _drift(endpoint, latest)})
 
 
@@ -54,7 +54,7 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:
     entry = latest.get("canary")
-    candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
+    candidate = next((rev for rev in endpoint.revisions if rev.number == endpoint.candidate_revision), None)
     if entry is None or candidate is None or candidate.state != "canary" or entry.revision != candidate.number:
         return None
     return LiveCanary(revision=candidate.number, share=entry.figures["share"], since=entry.time)

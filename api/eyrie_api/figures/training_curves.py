@@ -99,11 +99,11 @@ RUNG = "rung"
 
 def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
     """Every chart with its values. The metrics are those of the stage `train`."""
-    found: dict[str, dict[str, Values]] = {}
-    for one in metrics:
-        if one.points:
-            found.setdefault(one.key, {})[one.name] = {point.step: point.value for point in one.points}
-    runs = {key: found[key] for key in sorted(found, key=_by_number)}
+    values: dict[str, dict[str, Values]] = {}
+    for line in metrics:
+        if line.points:
+            values.setdefault(line.key, {})[line.name] = {point.step: point.value for point in line.points}
+    runs = {key: values[key] for key in sorted(values, key=_by_number)}
     return contract.TrainingCurves(
         charts=tuple(_filled(chart, runs) for chart in CHARTS),
         runs=tuple(_run(key, run) for key, run in runs.items()),
@@ -158,11 +158,11 @@ def training_figures(curves: contract.TrainingCurves) -> tuple[contract.Figure, 
 
 def _drawn(chart: contract.Chart, curves: contract.TrainingCurves) -> contract.Figure:
     labels = {run.key: run.label for run in curves.runs}
-    rows: list[Row] = [{"run": labels[one.key], "series": one.name, "step": step, "value": value}
-                       for one in chart.curves for step, value in zip(one.steps, one.values, strict=True)]
+    rows: list[Row] = [{"run": labels[curve.key], "series": curve.name, "step": step, "value": value}
+                       for curve in chart.curves for step, value in zip(curve.steps, curve.values, strict=True)]
     encoding = {"x": number("step", chart.x_label), "y": number("value", chart.y_label), "tooltip": tips(rows)}
     # As `contract.Curve.number` says; `static/curves.js` follows the same rule.
-    names = {one.name: one.number for one in chart.curves}
+    names = {curve.name: curve.number for curve in chart.curves}
     if len(labels) > 1:
         encoding["color"] = series("run", [{"run": label} for label in labels.values()]) | _LEGEND
     else:

@@ -73,8 +73,8 @@ class Authenticator:
             return INSTALLATION
         if not self.requires_token and not token.startswith(PREFIX + "_"):
             return LOCAL
-        found = self._principals.get(_digest(token))
-        return found[0] if found is not None and found[1] > self._elapsed() else None
+        remembered = self._principals.get(_digest(token))
+        return remembered[0] if remembered is not None and remembered[1] > self._elapsed() else None
 
     def authenticate(self, token: str) -> Principal:
         """The principal of a token, by a query of the database or the issuer's keys. Raises Unauthorized."""
@@ -97,8 +97,8 @@ class Authenticator:
 
     def cached_session(self, cookie: str) -> Principal | None:
         """The principal of a cookie, if known without the database; else None."""
-        found = self._principals.get(_cookie_digest(cookie))
-        return found[0] if found is not None and found[1] > self._elapsed() else None
+        remembered = self._principals.get(_cookie_digest(cookie))
+        return remembered[0] if remembered is not None and remembered[1] > self._elapsed() else None
 
     def authenticate_session(self, cookie: str) -> Principal:
         """The principal of a cookie, restricted to reading. Raises Unauthorized."""
@@ -199,13 +199,13 @@ class Authenticator:
 
     def cached_limit(self, project: str) -> tuple[int | None] | None:
         """The project's requests per minute, in a tuple; None when it is not cached."""
-        found = self._limits.get(project)
-        return (found[0],) if found is not None and found[1] > self._elapsed() else None
+        remembered = self._limits.get(project)
+        return (remembered[0],) if remembered is not None and remembered[1] > self._elapsed() else None
 
     def limit(self, project: str) -> int | None:
-        found = self._projects.requests_per_minute(project)
-        self._limits[project] = (found, self._elapsed() + CACHED_S)
-        return found
+        per_minute = self._projects.requests_per_minute(project)
+        self._limits[project] = (per_minute, self._elapsed() + CACHED_S)
+        return per_minute
 
     def is_known_project(self, name: str) -> bool | None:
         """Whether there is such a project; None when that is not cached. A project is never deleted."""

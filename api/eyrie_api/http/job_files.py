@@ -100,7 +100,7 @@ class JobFiles:
         length = min(most, stored.size_bytes - offset)
         return self._store.read(self._key(path), start=offset, length=length) if length > 0 else b""
 
-    def path(self, one: StageManifest, entry: FileEntry) -> Path | None:
+    def path(self, stage: StageManifest, entry: FileEntry) -> Path | None:
         """Path of a finished stage's file on this machine; None where `pieces` reads it from the store.
 
         Raises ArtifactCorrupt for a path that is not a file in the stage's directory, and for bytes that differ from
@@ -108,7 +108,7 @@ class JobFiles:
         """
         if self._store is not None:
             return None
-        root, file = one.directory.resolve(), (one.directory / entry.path).resolve()
+        root, file = stage.directory.resolve(), (stage.directory / entry.path).resolve()
         if not file.is_relative_to(root) or not file.is_file():
             raise ArtifactCorrupt(f"{entry.path!r} is in the manifest but is not a file of its stage's directory",
                                   "retry the job from that stage")
@@ -117,11 +117,11 @@ class JobFiles:
                                   "retry the job from that stage")
         return file
 
-    def pieces(self, one: StageManifest, entry: FileEntry) -> Iterator[bytes]:
+    def pieces(self, stage: StageManifest, entry: FileEntry) -> Iterator[bytes]:
         """A finished stage's file from the store. Raises ArtifactMissing before the first piece, StoreUnavailable, and
         ArtifactCorrupt in place of the last piece: the response is then shorter than announced, and clients fail."""
         assert self._store is not None
-        key = self._key(one.directory / entry.path)
+        key = self._key(stage.directory / entry.path)
         if self._store.stat(key) is None:
             raise ArtifactMissing(f"{entry.path!r} is in the manifest but not in the store",
                                   "retry the job from that stage")

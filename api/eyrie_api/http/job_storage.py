@@ -102,7 +102,7 @@ class JobOwners:
 
 
 def _has(status: dict[str, Any], condition: str) -> bool:
-    return any(one["type"] == condition and one["status"] == "True" for one in status.get("conditions", ()))
+    return any(held["type"] == condition and held["status"] == "True" for held in status.get("conditions", ()))
 
 
 def _best(status: dict[str, object]) -> str | None:
@@ -210,18 +210,18 @@ class _Bounded:
 def by_job(decisions: Iterable[RemovalDecision], owners: dict[str, JobOwner]) -> tuple[JobStorage, ...]:
     """Decisions grouped by job, the largest job first."""
     gathered: dict[str, list[StoredFiles]] = defaultdict(list)
-    for one in decisions:
-        gathered[one.item.job_id].append(StoredFiles(
-            kind=one.item.kind, name=one.item.name, size_bytes=one.item.size_bytes, removable=one.removable,
-            reason=one.reason))
+    for decision in decisions:
+        item = decision.item
+        gathered[item.job_id].append(StoredFiles(kind=item.kind, name=item.name, size_bytes=item.size_bytes,
+                                                 removable=decision.removable, reason=decision.reason))
     made = []
     for job_id, files in gathered.items():
         owner = owners.get(job_id)
         made.append(JobStorage(
             job_id=job_id, name=owner.name if owner else None, project=owner.project if owner else None,
-            phase=owner.facts.phase if owner else None, size_bytes=sum(one.size_bytes for one in files),
-            removable_bytes=sum(one.size_bytes for one in files if one.removable),
-            files=tuple(sorted(files, key=lambda one: (-one.size_bytes, one.kind, one.name)))))
+            phase=owner.facts.phase if owner else None, size_bytes=sum(stored.size_bytes for stored in files),
+            removable_bytes=sum(stored.size_bytes for stored in files if stored.removable),
+            files=tuple(sorted(files, key=lambda stored: (-stored.size_bytes, stored.kind, stored.name)))))
     return tuple(sorted(made, key=_rank))
 
 
@@ -244,10 +244,10 @@ def _by_project(jobs: Iterable[JobStorage]) -> tuple[ProjectStorage, ...]:
     gathered: dict[str | None, list[JobStorage]] = defaultdict(list)
     for job in jobs:
         gathered[job.project].append(job)
-    made = (ProjectStorage(project=project, num_jobs=len(found), size_bytes=sum(job.size_bytes for job in found),
-                           removable_bytes=sum(job.removable_bytes for job in found))
-            for project, found in gathered.items())
-    return tuple(sorted(made, key=lambda one: (-one.size_bytes, one.project or "")))
+    made = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
+                           removable_bytes=sum(job.removable_bytes for job in held))
+            for project, held in gathered.items())
+    return tuple(sorted(made, key=lambda storage: (-storage.size_bytes, storage.project or "")))
 
 
 def _rank(job: JobStorage) -> tuple[int, str]:

@@ -228,19 +228,19 @@ class LivePages:
 
     def _versions(self, job_ids: Iterable[str]) -> Mapping[str, object]:
         """Job -> a value that differs once its page shows something else. A deleted job is left out."""
-        found: dict[str, list[object]] = {}
+        versions: dict[str, list[object]] = {}
         ids = sorted(job_ids)
         last = select(func.max(EventRow.id)).where(EventRow.job_id == JobRow.id).scalar_subquery()
         for part in (ids[at:at + _MAX_BATCH] for at in range(0, len(ids), _MAX_BATCH)):
             with self._database.reading() as session:
                 for row in session.execute(select(JobRow.id, JobRow.updated_at, JobRow.cancel_requested, last)
                                            .where(JobRow.id.in_(part))):
-                    found[row[0]] = [tuple(row)]
+                    versions[row[0]] = [tuple(row)]
                 stages = select(StageRow.job_id, StageRow.stage, StageRow.key, StageRow.state, StageRow.attempt,
                                 StageRow.progress, StageRow.message).where(StageRow.job_id.in_(part))
                 for row in session.execute(stages.order_by(StageRow.job_id, StageRow.stage, StageRow.key)):
-                    found[row[0]].append(tuple(row))
-        return found
+                    versions[row[0]].append(tuple(row))
+        return versions
 
 
 def is_due(has_changed: bool, age_s: float, stale_s: float, took_s: float) -> bool:

@@ -100,9 +100,9 @@ def check_text(body: bytes | bytearray) -> None:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"the body is not UTF-8 (byte {error.start})", "send JSON in UTF-8") from None
     # Most bodies end here. The second pattern passes over whole pairs, and over backslashes that are escaped.
-    if _IMPOSSIBLE.search(body) and (found := _TEXT_THEN_IMPOSSIBLE.match(body)):
-        escape = body[found.end() - 2:found.end() + 4].decode(errors="replace")
-        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {found.end() - 2}'}",
+    if _IMPOSSIBLE.search(body) and (match := _TEXT_THEN_IMPOSSIBLE.match(body)):
+        escape = body[match.end() - 2:match.end() + 4].decode(errors="replace")
+        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {match.end() - 2}'}",
                            "leave out NUL characters and halves of surrogate pairs")
 
 
@@ -114,13 +114,13 @@ def _pointer(body: bytes | bytearray) -> str:
         return ""
     while open_values:
         pointer, value = open_values.pop()
-        if isinstance(value, str) and ("\0" in value or any("\ud800" <= one <= "\udfff" for one in value)):
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return pointer
         if isinstance(value, dict):
             open_values += [(f"{pointer}/{ascii(name)[1:-1]}", part)
-                            for name, one in value.items() for part in (name, one)]
+                            for name, member in value.items() for part in (name, member)]
         elif isinstance(value, list):
-            open_values += [(f"{pointer}/{number}", one) for number, one in enumerate(value)]
+            open_values += [(f"{pointer}/{number}", part) for number, part in enumerate(value)]
     return ""
 
 
@@ -346,7 +346,7 @@ def _too_large(size: str, most: int) -> TooLarge:
 def _verb(request: Request) -> str:
     """The name of the requested route, also when the request was refused before it."""
     routes = request["app"].state.routes
-    return next((str(one.name) for one in routes if one.matches(request)[0] is Match.FULL), str(request["method"]))
+    return next((str(route.name) for route in routes if route.matches(request)[0] is Match.FULL), request["method"])
 
 
 async def _first(receive: Receive, ended: asyncio.Event) -> Message:

@@ -107,13 +107,13 @@ def _await(database: Database, timeout_s: float, pause: Callable[[float], None],
     until, said = time.monotonic() + timeout_s, ""
     while True:
         try:
-            found: SchemaState | None = schema_state(database)
+            state: SchemaState | None = schema_state(database)
             reason, hint = "its tables are older than this program, or not there", "run `eyrie migrate` on it"
         except SQLAlchemyError as error:
-            found, reason = None, f"it does not answer: {_words(database, error)}"
+            state, reason = None, f"it does not answer: {_words(database, error)}"
             hint = "check EYRIE_DATABASE_URL (host, user, password, database), and that the server runs"
-        if found in enough:
-            return found
+        if state in enough:
+            return state
         if time.monotonic() >= until:
             raise TablesMissing(f"after {timeout_s:g} s the database is not ready: {reason}", hint)
         if reason != said:  # at the first attempt: whoever waits for a pod reads its log

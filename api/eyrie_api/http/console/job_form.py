@@ -101,7 +101,7 @@ def job_form() -> JobForm:
     return JobForm(usual=tuple(known[pointer] for pointer in USUAL), sections=tuple(
         FormSection(name, _resolved(schema["properties"][name], definitions)["description"], rest)
         for name, fields in sections.items()
-        if (rest := tuple(one for one in fields if one.pointer not in USUAL))))
+        if (rest := tuple(field for field in fields if field.pointer not in USUAL))))
 
 
 @router.get("/console/new", response_class=HTMLResponse)
@@ -129,7 +129,7 @@ def _fields(pointer: str, given: Schema, definitions: Schema, required: bool, in
             ) -> Iterator[FormField]:
     """The fields of one value: of an object with properties those of each, else one."""
     schema = _resolved(given, definitions)
-    values = [_resolved(one, definitions) for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    values = [_resolved(part, definitions) for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
     value = values[0] if len(values) == 1 else {}
     if "properties" in value:
         for name, part in value["properties"].items():

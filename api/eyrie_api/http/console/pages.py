@@ -134,10 +134,10 @@ def endpoint(name: str, control: Here, request: Request) -> Response:
 
 def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
-    found = control.endpoints.get(name)
+    endpoint = control.endpoints.get(name)
     latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
-    return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server, "drift_hint": drift_hint,
-            "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
+    return {"endpoint": endpoint, "traffic": traffic_of((endpoint,), latest)[0], "server": server,
+            "drift_hint": drift_hint, "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
             "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
 
 
@@ -158,7 +158,7 @@ def _endpoint(control: Control, name: str, server: str) -> Rendered:
 def compare(name: str, control: Here, request: Request) -> Response:
     """The form, or why there is none."""
     endpoint = control.endpoints.get(name)
-    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
+    active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
                              server=server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
                              recorded=recorded_prompts(name, control),
@@ -171,14 +171,14 @@ def curves(control: Here, request: Request,
            job: Annotated[list[str], Query(min_length=1, max_length=_MAX_CURVE_JOBS)]) -> Response:
     """Curves of the jobs, with links to add and remove one."""
     ids = tuple(dict.fromkeys(job))
-    found = [control.jobs.get(one) for one in ids]
+    jobs = [control.jobs.get(job_id) for job_id in ids]
     others = control.jobs.list(limit=_LISTED).items if len(ids) < _MAX_CURVE_JOBS else ()
     return render_page(
-        "curves.html", control, request, jobs=found,
-        curve_jobs=[{"id": one.id, "name": label, "ended": one.status.finished_at is not None}
-                    for one, label in zip(found, labels([(one.id, one.spec.name) for one in found]), strict=True)],
-        without={one: _address([other for other in ids if other != one]) for one in ids},
-        others=[(one, _address([*ids, one.id])) for one in others if one.id not in ids])
+        "curves.html", control, request, jobs=jobs,
+        curve_jobs=[{"id": shown.id, "name": label, "ended": shown.status.finished_at is not None}
+                    for shown, label in zip(jobs, labels([(each.id, each.spec.name) for each in jobs]), strict=True)],
+        without={job_id: _address([other for other in ids if other != job_id]) for job_id in ids},
+        others=[(other, _address([*ids, other.id])) for other in others if other.id not in ids])
 
 
 def labels(jobs: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -189,7 +189,7 @@ def labels(jobs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def _address(ids: Sequence[str]) -> str:
-    return f"/console/curves?{urlencode([('job', one) for one in ids])}"
+    return f"/console/curves?{urlencode([('job', job_id) for job_id in ids])}"
 
 
 def stream(control: Control, request: Request, render: Callable[[], Rendered], path: str,
@@ -271,11 +271,11 @@ def end_sign_in(request: Request, code: str = "", state: str = "", error: str = 
 
 
 def _sign_in(request: Request) -> BrowserSignIn:
-    found: BrowserSignIn | None = request.app.state.authenticator.sign_in
-    if found is None:
+    sign_in: BrowserSignIn | None = request.app.state.authenticator.sign_in
+    if sign_in is None:
         raise NotFound("people do not sign in at an issuer here",
                        "sign in with an API key, or set EYRIE_OIDC_CLIENT_ID")
-    return found
+    return sign_in
 
 
 def _redirect_uri(request: Request) -> str:

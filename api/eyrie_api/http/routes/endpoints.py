@@ -70,8 +70,9 @@ def read_figure(name: Name, figure: str, control: Here) -> Figure:
 
 def _watched(name: str, control: Control) -> endpoint_figures.Watched:
     """What the figures of an endpoint are drawn from. Raises NotFound."""
-    windows = [one for one in control.histories.read(name, limit=MAX_PAGE, kind="window").items if "tau" in one.figures]
-    changes = [one for kind in endpoint_figures.CHANGES for one in control.histories.read(name, kind=kind).items]
+    history = control.histories.read(name, limit=MAX_PAGE, kind="window")
+    windows = [entry for entry in history.items if "tau" in entry.figures]
+    changes = [entry for kind in endpoint_figures.CHANGES for entry in control.histories.read(name, kind=kind).items]
     return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
                                     windows, changes)
 
@@ -137,7 +138,7 @@ def recorded_prompts(name: Name, control: Here) -> RecordedPrompts:
     """Prompts whose answers without the drafter the proof recorded, for comparisons where SGLang serves."""
     recording = read_recording(control, control.endpoints.get(name))
     return RecordedPrompts(job_id=None) if recording is None else RecordedPrompts(
-        job_id=recording.job_id, prompts=tuple(one.prompt for one in recording.answers))
+        job_id=recording.job_id, prompts=tuple(answer.prompt for answer in recording.answers))
 
 
 def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
@@ -150,9 +151,9 @@ def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
     recording = read_recording(control, endpoint)
     return ServedEndpoint(
         endpoint.url, endpoint.model, engine, live_revision(endpoint, drafts=True),
-        live_revision(endpoint, drafts=False), {one.number: one.url for one in endpoint.revisions if one.url},
+        live_revision(endpoint, drafts=False), {rev.number: rev.url for rev in endpoint.revisions if rev.url},
         None if recording is None else recording.run(prompt),
-        () if recording is None else tuple(one.prompt for one in recording.answers))
+        () if recording is None else tuple(answer.prompt for answer in recording.answers))
 
 
 def _after(control: Control, name: str) -> Endpoint:

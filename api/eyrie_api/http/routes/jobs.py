@@ -87,7 +87,7 @@ def list_jobs(
     cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
 ) -> JobList:
     """List jobs, newest first."""
-    wanted = JobFilter(phase=phase, name=name, target=target, labels=dict(_label(one) for one in label or ()))
+    wanted = JobFilter(phase=phase, name=name, target=target, labels=dict(_label(text) for text in label or ()))
     return control.jobs.list(wanted, limit=limit, cursor=cursor)
 
 

@@ -37,15 +37,16 @@ router = APIRouter(tags=["outcomes"])
 def list_artifacts(job_id: str, control: Here, stage: StageName | None = None) -> StageFileList:
     """Files of the finished stages, with digests and where to download them."""
     control.jobs.get(job_id)
-    return files_of(job_id, [one for one in control.files.manifests(job_id) if stage in (None, one.stage)])
+    manifests = control.files.manifests(job_id)
+    return files_of(job_id, [finished for finished in manifests if stage in (None, finished.stage)])
 
 
 def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
     """The files that manifests of a job list. Pure."""
     return StageFileList(items=tuple(
-        StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
-                  url=_url(job_id, one, entry.path))
-        for one in manifests for entry in one.manifest.files))
+        StageFile(stage=finished.stage, key=finished.key, path=entry.path, size_bytes=entry.size_bytes,
+                  sha256=entry.sha256, url=_url(job_id, finished, entry.path))
+        for finished in manifests for entry in finished.manifest.files))
 
 
 @router.get(JOBS + "/{job_id}/plan/actual")
@@ -54,8 +55,8 @@ def compare_plan(job_id: str, control: Here) -> PlannedAndActual:
     will still take. 404 for a job without a plan."""
     job, plan = control.jobs.get(job_id), get_plan(job_id, control)
     sizes: Counter[str] = Counter()
-    for one in control.files.manifests(job_id):
-        sizes[one.stage] += sum(entry.size_bytes for entry in one.manifest.files)
+    for finished in control.files.manifests(job_id):
+        sizes[finished.stage] += sum(entry.size_bytes for entry in finished.manifest.files)
     return PlannedAndActual(stages=planned_and_actual(plan, job.status.stages, sizes, utc_now()),
                             time_left=times_left(control, (job,)).get(job_id))
 
@@ -64,13 +65,13 @@ def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
     """`time_left` of those that run and were planned to take so long that the plan has one, by id."""
     running, now = [job for job in jobs if job.status.phase == "Running"], utc_now()
     resolved = control.jobs.all_resolved([job.id for job in running])
-    found = {job.id: time_left(resolved[job.id].plan, job.status.stages, now) for job in running if job.id in resolved}
-    return {job_id: left for job_id, left in found.items() if left is not None}
+    return {job.id: left for job in running if job.id in resolved
+            and (left := time_left(resolved[job.id].plan, job.status.stages, now)) is not None}
 
 
-def _url(job_id: str, one: StageManifest, path: str) -> str:
-    key = f"?key={quote(one.key)}" if one.key else ""
-    return f"{JOBS}/{job_id}/artifacts/{one.stage}/{quote(path)}{key}"
+def _url(job_id: str, finished: StageManifest, path: str) -> str:
+    key = f"?key={quote(finished.key)}" if finished.key else ""
+    return f"{JOBS}/{job_id}/artifacts/{finished.stage}/{quote(path)}{key}"
 
 
 @router.get(JOBS + "/{job_id}/artifacts/{stage}/{path:path}", response_class=FileResponse)
@@ -78,19 +79,19 @@ def download(job_id: str, stage: StageName, path: str, control: Here,
              key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None) -> Response:
     """One file of a finished stage."""
     control.jobs.get(job_id)
-    for one in control.files.manifests(job_id):
-        entry = next((entry for entry in one.manifest.files if entry.path == path), None)
-        if (one.stage, one.key) == (stage, key or "") and entry is not None:
-            return _file(control, one, entry)
+    for finished in control.files.manifests(job_id):
+        entry = next((entry for entry in finished.manifest.files if entry.path == path), None)
+        if (finished.stage, finished.key) == (stage, key or "") and entry is not None:
+            return _file(control, finished, entry)
     raise NotFound(f"no file {path!r} in the manifest of stage {stage} {key or ''}".rstrip(),
                    "list the job's artifacts: only files of finished stages can be downloaded")
 
 
-def _file(control: Control, one: StageManifest, entry: FileEntry) -> Response:
-    path, name = control.files.path(one, entry), Path(entry.path).name
+def _file(control: Control, finished: StageManifest, entry: FileEntry) -> Response:
+    path, name = control.files.path(finished, entry), Path(entry.path).name
     if path is not None:
         return FileResponse(path, filename=name)
-    return StreamingResponse(control.files.pieces(one, entry), media_type="application/octet-stream", headers={
+    return StreamingResponse(control.files.pieces(finished, entry), media_type="application/octet-stream", headers={
         "Content-Length": str(entry.size_bytes), "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}"})
 
 
@@ -141,8 +142,8 @@ def list_figures(job_id: str, control: Here, selected: Annotated[LeaderboardQuer
     """The figures that a job has data for so far. With a family, suite, temperature or engine, that of the leaderboard
     is of those measurements alone, and left out where there are none."""
     return FigureList(items=tuple(
-        FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows)
-        for one in figures_of(_selected(job_id, control, selected), selected.words())))
+        FigureSummary(name=figure.name, title=figure.title, caption=figure.caption, rows=figure.rows)
+        for figure in figures_of(_selected(job_id, control, selected), selected.words())))
 
 
 @router.get(JOBS + "/{job_id}/figures/{figure}")

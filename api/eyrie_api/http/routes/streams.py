@@ -51,8 +51,8 @@ async def events(
     after = _resume_point(last_event_id, after)
     job = await to_thread.run_sync(control.jobs.get, job_id)
     if "application/json" in accept and _EVENT_STREAM not in accept:
-        found = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
-        return JSONResponse(EventList(items=found).model_dump(mode="json"))
+        listed = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
+        return JSONResponse(EventList(items=listed).model_dump(mode="json"))
     if is_over(job.status.conditions) and not await _fetch(control, job_id, after):
         return Response(status_code=204)
     return StreamingResponse(_event_lines(control, job_id, after, request), media_type=_EVENT_STREAM,
@@ -138,7 +138,7 @@ async def logs(
 
 
 def _known(job: Job) -> str:
-    return ", ".join(f"{one.stage} {one.key}".strip() for one in job.status.stages if one.started_at is not None)
+    return ", ".join(f"{stage.stage} {stage.key}".strip() for stage in job.status.stages if stage.started_at)
 
 
 async def _log_bytes(control: Control, job_id: str, stage: str, key: str, request: Request, *,
@@ -163,5 +163,5 @@ def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
         job = control.jobs.get(job_id)
     except NotFound:
         return True
-    states = [one.state for one in job.status.stages if (one.stage, one.key) == (stage, key)]
+    states = [status.state for status in job.status.stages if (status.stage, status.key) == (stage, key)]
     return is_over(job.status.conditions) or bool(states and states[0] not in ("Pending", "Running"))
