@@ -85,11 +85,10 @@ class Unreachable(Transient):
     """The server does not respond."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "Unreachable"
 
 
 class Refused(EyrieError):
-    """An error response whose class this client does not know."""
+    """An error response whose class this client does not know; its reason is the problem's."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail, problem.hint)

@@ -18,22 +18,18 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions, from_variables
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.contract.model import FromVariables
-from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
 _SECRETS = ("token", "secret_key", "oidc_client_secret", "database_url", "broker_url")
-"""Settings whose values error messages do not contain, because messages reach logs."""
-
 _FERNET_KEYS = re.compile(r"\s*[\w-]{43}=(\s*,\s*[\w-]{43}=)*\s*", re.ASCII)
 _NOT_KEYS = "must be one or more Fernet keys (32 bytes each, in URL-safe base64), separated by commas"
 
@@ -171,18 +167,7 @@ class Settings(FromVariables):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
-        environ = os.environ if environ is None else environ
-        names = {name: PREFIX + name.upper() for name in cls.model_fields if name != "artifacts"}
-        values: dict[str, Any] = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        values["artifacts"] = StoreOptions.from_env(environ)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            value = "<secret>" if name in _SECRETS else repr(values.get(name))
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {rule_of(first)}",
-                               "correct or unset the variable") from error
+        return from_variables(cls, PREFIX, environ, _SECRETS, artifacts=StoreOptions.from_env(environ))
 
     @property
     def resolved_database_url(self) -> str:

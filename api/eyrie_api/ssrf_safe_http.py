@@ -35,6 +35,8 @@ Resolve = Callable[[str, int], list[str]]
 class AddressRefused(InvalidInput):
     """An address to which requests for users are not allowed."""
 
+    reason = "InvalidInput"
+
 
 @dataclass(frozen=True)
 class ParsedUrl:

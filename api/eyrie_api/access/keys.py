@@ -132,14 +132,12 @@ class SecretKeyMissing(Conflict):
     """The server has no key to encrypt or decrypt stored secrets with."""
 
     exit_code = 78  # EX_CONFIG
-    reason = "SecretKeyMissing"
 
 
 class SecretUnreadable(Conflict):
     """None of the server's keys decrypts a stored secret."""
 
     exit_code = 78  # EX_CONFIG
-    reason = "SecretUnreadable"
 
 
 class SecretKeys:

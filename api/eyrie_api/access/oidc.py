@@ -40,8 +40,6 @@ _TIMEOUT_S = 5.0
 class IssuerUnavailable(Transient):
     """The OIDC issuer is unavailable, and none of its keys is cached."""
 
-    reason = "IssuerUnavailable"
-
 
 @dataclass(frozen=True)
 class Claims:

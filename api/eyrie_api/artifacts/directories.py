@@ -45,8 +45,13 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
     if not finished and not unfinished:
         raise ArtifactMissing(f"no manifest in {directory}", "finish the stage first, or upload it as unfinished")
     listed = {entry.path: entry for entry in read_manifest(directory).files} if finished else {}
+
+    def is_stored(name: str, size_bytes: int, sha256: str) -> bool:
+        stored = store.stat(f"{prefix}/{name}")
+        return stored is not None and (stored.size_bytes, stored.sha256) == (size_bytes, sha256)
+
     missing = sorted(path for path, entry in listed.items()
-                     if not (directory / path).is_file() and not _is_stored(store, prefix, entry))
+                     if not (directory / path).is_file() and not is_stored(path, entry.size_bytes, entry.sha256))
     if missing:
         raise ArtifactMissing(f"{directory / missing[0]} is listed in its manifest but does not exist",
                               "run the stage again")
@@ -56,8 +61,7 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
         size, digest = path.stat().st_size, digest_file(path)
         if name in listed and (listed[name].size_bytes, listed[name].sha256) != (size, digest):
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "run the stage again")
-        stored = store.stat(f"{prefix}/{name}")
-        if stored is not None and (stored.size_bytes, stored.sha256) == (size, digest):
+        if is_stored(name, size, digest):
             return None
         store.upload(f"{prefix}/{name}", path)
         return size
@@ -91,11 +95,6 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
     moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), wanted(listed))
     temporary.replace(directory / MANIFEST)
     return moved
-
-
-def _is_stored(store: ArtifactStore, prefix: str, entry: FileEntry) -> bool:
-    stored = store.stat(f"{prefix}/{entry.path}")
-    return stored is not None and (stored.size_bytes, stored.sha256) == (entry.size_bytes, entry.sha256)
 
 
 def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry: FileEntry | None) -> int | None:

@@ -12,7 +12,6 @@ the case of metadata names; moto 5.2 honours If-None-Match and verifies neither.
 
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from botocore.exceptions import ClientError
 
-from eyrie_api.artifacts import digest_bytes, digest_file
+from eyrie_api.artifacts import digest_bytes, digest_file, temporary_file
 from eyrie_api.artifacts.s3_client import (
     ALREADY_EXISTS,
     Bucket,
@@ -73,17 +72,9 @@ class S3Store:
                                "write s3://bucket or s3://bucket/prefix; credentials come from a mounted Secret or the "
                                "environment, never from a URL")
         self._prefix = directory_prefix(unquote(parts.path).lstrip("/"))
-        self._url = f"s3://{parts.netloc}/{self._prefix}".rstrip("/")
-        self._bucket = Bucket(parts.netloc, options, self._url)
+        self.url, self.parallel = f"s3://{parts.netloc}/{self._prefix}".rstrip("/"), options.parallel
+        self._bucket = Bucket(parts.netloc, options, self.url)
         self._conditional: bool | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def parallel(self) -> int:
-        return self._bucket.options.parallel
 
     def check(self) -> StoreCheck:
         """See `ArtifactStore`. Tests whether the server honours If-None-Match: some ignore it silently."""
@@ -91,7 +82,13 @@ class S3Store:
         with self._bucket.translating_errors("the check of the store"):
             self._bucket.client.put_object(**place, Body=b"first")
             try:
-                self._conditional = self._refuses_a_second(place)
+                try:
+                    self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
+                    self._conditional = False
+                except ClientError as error:
+                    if code_of(error) not in (*ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
+                        raise
+                    self._conditional = code_of(error) in ALREADY_EXISTS
                 self._bucket.client.get_object(**place)["Body"].read()
             finally:
                 self._bucket.client.delete_object(**place)
@@ -164,22 +161,16 @@ class S3Store:
         stored = self.stat(key)
         if stored is None:
             raise self._bucket.missing(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "r+b"):
-                os.fchmod(handle, 0o644)
-                os.truncate(handle, stored.size_bytes)
-                step = self._bucket.options.part_size_bytes
-                run_all(self.parallel, [
-                    partial(self._fetch, key, start, min(start + step, stored.size_bytes),
-                            lambda at, chunk: os.pwrite(handle, chunk, at))
-                    for start in range(0, stored.size_bytes, step)])
-                os.fsync(handle)
-            self._compare(key, digest_file(Path(name)), sha256 or stored.sha256)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        step = self._bucket.options.part_size_bytes
+        with temporary_file(target) as (file, temporary):
+            os.truncate(file.fileno(), stored.size_bytes)
+            run_all(self.parallel, [
+                partial(self._fetch, key, start, min(start + step, stored.size_bytes),
+                        lambda at, chunk: os.pwrite(file.fileno(), chunk, at))
+                for start in range(0, stored.size_bytes, step)])
+            os.fsync(file.fileno())
+            self._compare(key, digest_file(temporary), sha256 or stored.sha256)
+            os.replace(temporary, target)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         below = self._prefix + directory_prefix(prefix)
@@ -229,15 +220,6 @@ class S3Store:
         self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest},
                                        ContentMD5=md5_base64(data), **conditions)
         return StoredObject(key, len(data), digest)
-
-    def _refuses_a_second(self, place: dict[str, Any]) -> bool:
-        try:
-            self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
-        except ClientError as error:
-            if code_of(error) not in (*ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
-                raise
-            return code_of(error) in ALREADY_EXISTS
-        return False
 
     def _refuse_other(self, key: str, data: bytes) -> None:
         if self.read(key) != data:

@@ -58,8 +58,6 @@ _TRANSIENT_CODES = ("SlowDown", "RequestTimeout", "InternalError", "BadDigest")
 class RangeNotSatisfiable(Permanent):
     """A range that begins at or after the object's end (HTTP 416)."""
 
-    reason = "RangeNotSatisfiable"
-
 
 class Bucket:
     """One bucket: boto3's client, and the translation of its errors."""
@@ -105,23 +103,16 @@ class Bucket:
             return self.missing(what)
         if status in (408, 429) or status >= 500 or code in _TRANSIENT_CODES:
             return StoreUnavailable(f"{self.url} answered {code} for {what}")
-        behind_s = _clock_behind_s(error)
+        date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+        behind_s = 0.0
+        with suppress(ValueError):  # no date. The code does not say it: an answer to HEAD has no body
+            behind_s = parsedate_to_datetime(str(date)).timestamp() - time.time()
         if abs(behind_s) > _MAX_SKEW_S:
             return StoreUnavailable(f"{self.url} answered {code} for {what}: this machine's clock is {behind_s:.0f} s "
                                     "behind the store's, and signatures of another time are refused",
                                     "set the clock; it goes on by itself")
         return StoreAccessDenied(f"{self.url} answered {code} for {what}",
                             "check EYRIE_ARTIFACTS_*, the credentials, their permissions and the clock")
-
-
-def _clock_behind_s(error: ClientError) -> float:
-    """How far the wall clock is behind the server's, by the response's Date; 0 without one. The code does not say: an
-    answer to HEAD has no body."""
-    date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    try:
-        return parsedate_to_datetime(str(date)).timestamp() - time.time()
-    except ValueError:
-        return 0.0
 
 
 def code_of(error: ClientError) -> str:

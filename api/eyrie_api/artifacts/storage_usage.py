@@ -189,24 +189,20 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
     return None
 
 
-def files_in_home(home: Path) -> Iterator[tuple[str, int]]:
-    """Every file below `jobs/` with its size, hidden ones too: training states are. In order of name, job by job.
+def files_in_home(home: Path, place: str = "jobs") -> Iterator[tuple[str, int]]:
+    """Every file below `place` with its size, hidden ones too: training states are. In order of name, job by job.
 
     What is deleted meanwhile is left out. Raises OSError for a directory that cannot be read.
     """
-    yield from _files_below(home / "jobs", "jobs")
-
-
-def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
     try:
-        with os.scandir(directory) as entries:
+        with os.scandir(home / place) as entries:
             by_name = sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in by_name:
         here = f"{place}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
-            yield from _files_below(Path(entry.path), here)
+            yield from files_in_home(home, here)
         elif entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
                 yield here, entry.stat(follow_symlinks=False).st_size

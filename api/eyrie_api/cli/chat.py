@@ -29,8 +29,6 @@ _READ_S = 300.0
 class AnswerRefused(InvalidInput):
     """The endpoint answered with an error."""
 
-    reason = "AnswerRefused"
-
 
 @dataclass(frozen=True)
 class ChatSettings:

@@ -26,8 +26,6 @@ _VL_VERSION = "5.21"  # the newest of major version 5 that vl-convert 1.9 brings
 class NoPlotLibrary(Permanent):
     """The library that draws figures is not installed."""
 
-    reason = "NoPlotLibrary"
-
 
 def figures_of_job(client: Client, job_id: str) -> tuple[Figure, ...]:
     """What its page shows: the training's curves and everything measured."""

@@ -53,15 +53,12 @@ _LINE_EVERY_S = 15.0
 class JobFailed(Permanent):
     """The watched job ended in failure."""
 
-    reason = "JobFailed"
-
 
 class JobCancelled(EyrieError):
     """The watched job was cancelled."""
 
     http_status = 409
     exit_code = 130
-    reason = "JobCancelled"
 
 
 class Source(Protocol):

@@ -25,8 +25,6 @@ MAX_KEY_LENGTH = 255
 class IdempotencyMismatch(InvalidInput):
     """The key was used before with another body."""
 
-    reason = "IdempotencyMismatch"
-
 
 def route_within(project: str, route: str) -> str:
     """The route as it is stored."""

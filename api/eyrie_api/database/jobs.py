@@ -84,8 +84,6 @@ _CLOCKS_DIFFER = 3
 class LeaseLost(Conflict):
     """Another driver has taken the job over, or the lease has run out."""
 
-    reason = "LeaseLost"
-
 
 @dataclass(frozen=True)
 class JobFilter:

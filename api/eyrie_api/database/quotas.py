@@ -29,13 +29,10 @@ class QuotaReached(EyrieError):
 
     http_status = 429
     exit_code = 75  # EX_TEMPFAIL
-    reason = "QuotaReached"
 
 
 class PriorityClassRefused(Forbidden):
     """A job or endpoint names a PriorityClass that its project may not use."""
-
-    reason = "PriorityClassRefused"
 
 
 def live_jobs(session: Session, project: str) -> int:

@@ -57,15 +57,12 @@ MAX_FILES, MAX_S = 500_000, 120.0
 class StorageNotMeasured(Transient):
     """The first measurement has not ended."""
 
-    reason = "StorageNotMeasured"
-
 
 class JobFilesUnavailable(Permanent):
     """This server has no directory with the files of jobs, or cannot read it."""
 
     http_status = 503
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "JobFilesUnavailable"
 
 
 @dataclass(frozen=True)

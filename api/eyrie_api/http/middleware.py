@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
 
 from eyrie_api.access.browser_sign_in import CHANGE_HEADER, COOKIE, RECENT_S
-from eyrie_api.access.limits import buckets_of, require
+from eyrie_api.access.limits import Buckets, LocalBuckets, SharedBuckets, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
@@ -129,7 +129,9 @@ class AccessMiddleware:
 
     def __init__(self, app: ASGIApp, settings: Settings, authenticator: Authenticator, audit: Audit) -> None:
         self._app, self._settings = app, settings
-        self._authenticator, self._audit, self._buckets = authenticator, audit, buckets_of(settings)
+        self._authenticator, self._audit = authenticator, audit
+        shared = settings.broker_url.startswith("redis")
+        self._buckets: Buckets = SharedBuckets(settings.broker_url) if shared else LocalBuckets()
         self._anonymous_audited_until = 0.0
 
     async def __call__(self, request: Request, receive: Receive, send: Send) -> None:

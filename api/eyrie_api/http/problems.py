@@ -37,14 +37,11 @@ DATABASE_ERRORS = (OperationalError, InterfaceError, TimeoutError)
 class DatabaseUnavailable(Transient):
     """The database is unavailable, or has aborted a transaction. Changes confirmed before are committed."""
 
-    reason = "DatabaseUnavailable"
-
 
 class MethodNotAllowed(EyrieError):
     """The route exists, the method does not."""
 
     http_status = 405
-    reason = "MethodNotAllowed"
 
 
 def title_of(reason: str) -> str:

@@ -43,7 +43,6 @@ class TablesMissing(Transient):
     """The database cannot be reached, or its tables are older than this program."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "TablesMissing"
 
 
 def serve(settings: Settings) -> None:
