@@ -35,15 +35,6 @@ InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJEC
 ProjectName = Annotated[str, typer.Argument(metavar="PROJECT")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    app.add_typer(keys_app, name="keys")
-    app.add_typer(projects_app, name="projects")
-    app.add_typer(webhooks_app, name="webhooks")
-    app.command("whoami")(whoami)
-    app.command("audit")(audit)
-
-
 @verb
 def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Show the authenticated identity and its permissions."""
@@ -298,7 +289,7 @@ def _show_once(screen: Screen, made: dict[str, Any], secret: str, note: str) -> 
 
 def _one_of(given: str, kind: Any, flag: str) -> str:
     if given not in get_args(kind):
-        raise InvalidInput(f"{flag} {given!r} is none", f"one of {', '.join(get_args(kind))}")
+        raise InvalidInput(f"{flag} {given!r} is not known", f"give one of {', '.join(get_args(kind))}")
     return given
 
 

@@ -1,13 +1,12 @@
-"""Talking to an endpoint: text as it comes, then how fast it came and how far the drafter was believed.
+"""Chat with an endpoint: the text as it arrives, then its speed and the acceptance length.
 
-Speaks plain OpenAI streaming, so any endpoint will do; acceptance is shown where the server tells it (Eyrie, SGLang).
-Tokens per second are the answer's tokens over the whole time the client waited, prompt included: the number a user
-feels, not the decoder's best.
+Uses OpenAI's streaming API, so that any endpoint will do; acceptance is shown where the server reports it (Eyrie,
+SGLang). Tokens per second are the answer's tokens over the whole time that the client waited, prompt included.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ class AnswerRefused(InvalidInput):
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How to ask."""
+    """Parameters of the requests."""
 
     base_url: str
     model: str
@@ -120,8 +119,10 @@ def ask(settings: ChatSettings, messages: list[dict[str, Any]], on_text: Callabl
             if answer.status_code != 200:
                 answer.read()
                 raise _refusal(answer)
-            for chunk in _chunks(answer):
-                _take(reply, chunk, on_text, time.monotonic() - began)
+            for line in answer.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    _take(reply, json.loads(data), on_text, time.monotonic() - began)
     except httpx.HTTPError as error:
         raise Transient(f"{url}: {type(error).__name__}: {error}",
                         "eyrie endpoints shows whether it is on; try again in a moment") from error
@@ -174,13 +175,6 @@ def talk(settings: ChatSettings, opening: list[dict[str, Any]], screen: Screen) 
             continue
         answer: dict[str, Any] = {"role": "assistant", "content": reply.content}
         messages.append(answer | ({"tool_calls": reply.tool_calls} if reply.tool_calls else {}))
-
-
-def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
-            yield json.loads(data)
 
 
 def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], now_s: float) -> None:

@@ -24,6 +24,7 @@ from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.spec import build_job, comparison
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
@@ -38,8 +39,11 @@ app = typer.Typer(
     help="Train, choose and serve a speculative-decoding drafter for your own LLM.",
 )
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
-app.add_typer(endpoints_app, name="endpoints")
-access.add_to(app)
+for _name, _commands in (("endpoints", endpoints_app), ("keys", access.keys_app), ("projects", access.projects_app),
+                         ("webhooks", access.webhooks_app)):
+    app.add_typer(_commands, name=_name)
+app.command("whoami")(access.whoami)
+app.command("audit")(access.audit)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
 Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Watch until it ends. Ctrl-C ends the watch only.")]
@@ -244,7 +248,7 @@ def jobs(
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         page = client.jobs(phase=phase, limit=limit, cursor=cursor)
-    screen.show(page, tables.jobs_table(page.items, tables.utc_now()))
+    screen.show(page, tables.jobs_table(page.items, utc_now()))
     if page.next_cursor:
         screen.note(f"more: eyrie jobs --cursor {page.next_cursor}")
 
@@ -255,7 +259,7 @@ def alerts(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
     with connect(server) as client:
         listed = client.alerts()
-    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, tables.utc_now()))
+    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, utc_now()))
 
 
 @app.command("attention", hidden=True)
@@ -275,7 +279,7 @@ def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> 
         if shown.status.phase == "Running" and not as_json:
             with suppress(NotFound):  # it has no plan
                 left = client.planned_and_actual(shown.id).time_left
-    Screen(as_json=as_json).show(shown, tables.job_view(shown, tables.utc_now(), left))
+    Screen(as_json=as_json).show(shown, tables.job_view(shown, utc_now(), left))
 
 
 app.command("show", hidden=True)(job_)
@@ -519,7 +523,7 @@ EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
 def _endpoint_verb(act: Callable[[Client], Any], server: str, as_json: bool) -> None:
     with connect(server) as client:
         changed = act(client)
-    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, tables.utc_now()))
+    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, utc_now()))
 
 
 @endpoints_app.command("list")
@@ -528,7 +532,7 @@ def endpoints_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> No
     """List endpoints."""
     with connect(server) as client:
         listed = client.endpoints()
-    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, utc_now()))
 
 
 @endpoints_app.command("show")
@@ -579,7 +583,7 @@ def endpoints_history(
 ) -> None:
     """Show an endpoint's history: decisions, changes, observations and their actors."""
     if kind is not None and kind not in get_args(HistoryKind):
-        raise InvalidInput(f"--kind {kind!r} is none", f"one of {', '.join(get_args(HistoryKind))}")
+        raise InvalidInput(f"--kind {kind!r} is not known", f"give one of {', '.join(get_args(HistoryKind))}")
     with connect(server) as client:
         read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
     every = windows or kind == "window"

@@ -36,8 +36,12 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
         try:
             function(*args, **kwargs)
         except EyrieError as error:
-            if isinstance(error, Unreachable):
-                error.hint = _with_running_plane(error.hint, str(kwargs.get("server")))
+            # The address of the control plane that runs on this machine; invalid settings are reported by itself.
+            with suppress(OSError, EyrieError):
+                plane = running_plane(Settings.from_env().home) if isinstance(error, Unreachable) else None
+                if plane is not None and plane.url != str(kwargs.get("server")).rstrip("/"):
+                    error.hint += f"; the control plane of {plane.home} is at {plane.url}: " \
+                                  f"export EYRIE_SERVER={plane.url}"
             Screen(as_json=bool(kwargs.get("as_json"))).error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
@@ -47,16 +51,6 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
             raise typer.Exit(0) from None
 
     return with_exit_code
-
-
-def _with_running_plane(hint: str, server: str) -> str:
-    """The hint of an unreachable server, with the address of the control plane that runs on this machine's home."""
-    with suppress(OSError, EyrieError):  # settings that are not valid are reported by the control plane
-        home = Settings.from_env().home
-        plane = running_plane(home)
-        if plane is not None and plane.url != server.rstrip("/"):
-            return f"{hint}; the control plane of {home} is at {plane.url}: export EYRIE_SERVER={plane.url}"
-    return hint
 
 
 def connect(server: str, project: str | None = None) -> Client:
