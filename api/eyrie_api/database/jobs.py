@@ -53,11 +53,12 @@ from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
     ENDS,
+    TIME_CURSOR,
     decode_cursor,
     encode_cursor,
     is_over,
     new_job_id,
-    render_event,
+    render,
     render_job,
 )
 from eyrie_api.database.tables import (
@@ -233,9 +234,15 @@ class Jobs:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_PAGE} jobs per page")
-        query = _filtered(wanted or JobFilter()).where(self._scope.sees(JobRow.project, "jobs:read"))
+        query, wanted = select(JobRow).where(self._scope.sees(JobRow.project, "jobs:read")), wanted or JobFilter()
+        for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
+                              (JobRow.project, wanted.project)):
+            query = query if value is None else query.where(column == value)
+        for key, value in wanted.labels.items():
+            query = query.where(exists().where(
+                LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))
         if cursor is not None:
-            when, job_id = decode_cursor(cursor)
+            when, job_id = decode_cursor(cursor, TIME_CURSOR)
             query = query.where(or_(JobRow.created_at < when, and_(JobRow.created_at == when, JobRow.id < job_id)))
         query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit + 1)
         with self.database.reading() as session:
@@ -442,7 +449,7 @@ class Jobs:
             self._hold(session, job_id)
             row = self._note(session, job_id, reason, message, type=type, stage=stage, key=key, data=data)
             session.flush()
-            return render_event(row)
+            return render(Event, row)
 
     def record_metrics(self, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
         """Record points of series; a point recorded again is replaced."""
@@ -456,7 +463,7 @@ class Jobs:
         query = select(EventRow).where(EventRow.job_id == job_id, EventRow.id > after).order_by(EventRow.id)
         with self.database.reading() as session:
             self._find(session, job_id)
-            return tuple(render_event(row) for row in session.scalars(query.limit(limit)))
+            return tuple(render(Event, row) for row in session.scalars(query.limit(limit)))
 
     def count_events(self) -> int:
         """How many events have been recorded, deleted ones included: the highest id; for metrics."""
@@ -503,7 +510,8 @@ class Jobs:
 
     def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
         """The row, if this scope may access it. Raises NotFound, or Forbidden."""
-        row, absent = session.get(JobRow, job_id, with_for_update=hold or None), _missing(job_id)
+        row = session.get(JobRow, job_id, with_for_update=hold or None)
+        absent = NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
         if row is None:
             raise absent
         self._scope.check(action, row.project, absent)
@@ -548,10 +556,6 @@ def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
     return select(*(ranked.c[column.name] for column in points.c)).where(kept)
 
 
-def _missing(job_id: str) -> NotFound:
-    return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
-
-
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
     values = stage.model_dump(exclude={"stage", "key", "progress"})
     if stage.progress is not None:  # else the stored one is kept: `Ingest` writes it from the stage's records
@@ -567,13 +571,3 @@ def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metri
 
 def _resolved(row: JobRow) -> ResolvedJob:
     return ResolvedJob.model_validate(row.submission["resolved"] | {"spec": row.spec})
-
-
-def _filtered(wanted: JobFilter) -> Select[Any]:
-    query = select(JobRow)
-    for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
-                          (JobRow.project, wanted.project)):
-        query = query if value is None else query.where(column == value)
-    for key, value in wanted.labels.items():
-        query = query.where(exists().where(LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))
-    return query

@@ -20,6 +20,7 @@ from eyrie_api.contract.resolved import Demand
 from eyrie_api.contract.resources import WaitingList, WaitingObject
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database, upsert
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
 from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
 
@@ -146,19 +147,20 @@ class WaitingObjects:
                  .order_by(WaitingRow.since, WaitingRow.namespace, WaitingRow.name).limit(limit))
         with self._database.reading() as session:
             rows = session.execute(query).all()
-            return WaitingList(items=tuple(_render(row) for row, _total in rows), total=rows[0][1] if rows else 0)
+            return WaitingList(items=tuple(render(WaitingObject, row) for row, _total in rows),
+                               total=rows[0][1] if rows else 0)
 
     # For the operator.
 
     def all(self) -> tuple[WaitingObject, ...]:
         with self._database.reading() as session:
-            return tuple(_render(row) for row in session.scalars(select(WaitingRow)))
+            return tuple(render(WaitingObject, row) for row in session.scalars(select(WaitingRow)))
 
     def find(self, namespace: str, name: str) -> WaitingObject | None:
         """The row of an object; None when it does not wait."""
         with self._database.reading() as session:
             row = session.get(WaitingRow, (namespace, name))
-            return None if row is None else _render(row)
+            return None if row is None else render(WaitingObject, row)
 
     def record(self, waiting: WaitingObject) -> None:
         values = waiting.model_dump(include=set(WaitingObject.model_fields) - {"namespace", "name"})
@@ -172,8 +174,3 @@ class WaitingObjects:
             session.execute(delete(WaitingRow).where(
                 WaitingRow.namespace == waiting.namespace, WaitingRow.name == waiting.name,
                 WaitingRow.uid == waiting.uid))
-
-
-def _render(row: WaitingRow) -> WaitingObject:
-    return WaitingObject(namespace=row.namespace, name=row.name, uid=row.uid, project=row.project, reason=row.reason,
-                         message=row.message, hint=row.hint, since=row.since)

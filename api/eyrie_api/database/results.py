@@ -89,7 +89,9 @@ class Results:
         for flag, asked in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
             query = query if asked is None else query.where(flag.is_(asked))
         with self._database.reading() as session:
-            return tuple(_result(row) for row in session.scalars(query))
+            return tuple(ResultRecord(MeasuredCheckpoint(
+                row.job_id, row.family, row.target, row.tuned, BenchmarkReport.model_validate(row.report)),
+                row.drafter_dir) for row in session.scalars(query))
 
     def find(self, job_id: str, checkpoint: str | None = None) -> ResultRecord:
         """The result of a checkpoint, or of the best drafter of the job when none is named; tuned results take
@@ -114,8 +116,3 @@ class Results:
                     if kept is not None for candidate in kept["resolved"]["candidates"]}
         return tuple(entry.model_copy(update={"axes": axes.get((entry.job_id, entry.candidate), {})})
                      for entry in entries)
-
-
-def _result(row: ResultRow) -> ResultRecord:
-    report = BenchmarkReport.model_validate(row.report)
-    return ResultRecord(MeasuredCheckpoint(row.job_id, row.family, row.target, row.tuned, report), row.drafter_dir)

@@ -38,7 +38,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.rendering import decode_size_cursor, encode_size_cursor
+from eyrie_api.database.rendering import SIZE_CURSOR, decode_cursor, encode_cursor
 from eyrie_api.database.tables import JobRow, StageRow
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.full_disk import total_and_free_bytes
@@ -133,7 +133,7 @@ class JobStorageMeter:
     def page(self, scope: Scope, *, limit: int, cursor: str | None = None) -> StoragePage:
         """What `scope` sees of the latest measurement. Raises InvalidInput for an invalid cursor, StorageNotMeasured,
         JobFilesUnavailable, StoreUnavailable and StoreAccessDenied."""
-        after = None if cursor is None else decode_size_cursor(cursor)
+        after = None if cursor is None else decode_cursor(cursor, SIZE_CURSOR)
         return page_of(self.latest(), scope, self._files.store is not None, limit, after)
 
     def latest(self) -> Measurement:
@@ -228,7 +228,7 @@ def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,
     seen = [job for job in measured.jobs if scope.permits("jobs:read", job.project)]
     rest = [job for job in seen if after is None or _rank(job) > (-after[0], after[1])]
     items = tuple(rest[:limit])
-    more = encode_size_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
+    more = encode_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
     disk = measured.disk if measured.disk and scope.permits("jobs:read", None) else (None, None)
     return StoragePage(
         items=items, next_cursor=more, projects=_by_project(seen), size_bytes=sum(job.size_bytes for job in seen),

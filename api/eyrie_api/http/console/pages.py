@@ -35,7 +35,7 @@ from eyrie_api.contract.access import Action
 from eyrie_api.contract.comparison import CompareRequest
 from eyrie_api.contract.endpoints import History
 from eyrie_api.contract.status import Problem
-from eyrie_api.database.rendering import decode_cursor
+from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor
 from eyrie_api.decisions.alerts import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import NotFound, Unauthorized
@@ -97,7 +97,7 @@ def home(control: Here, request: Request, before: Before = None) -> Response:
 
 def home_values(control: Control, before: str | None) -> dict[str, Any]:
     """What its template shows: of jobs the newest, or those before a cursor. Raises InvalidInput."""
-    before_time = None if before is None else decode_cursor(before)[0]
+    before_time = None if before is None else decode_cursor(before, TIME_CURSOR)[0]
     endpoints, newest = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
     listed = newest if before is None else control.jobs.list(limit=NEWEST_JOBS, cursor=before)
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
@@ -113,7 +113,7 @@ def home_stream(control: Here, request: Request, before: Before = None) -> Respo
     """Home with one page of jobs, as it changes. Its readers share it, those of the newest jobs as those of older
     ones."""
     if before is not None:
-        decode_cursor(before)
+        decode_cursor(before, TIME_CURSOR)
     return stream(control, request, partial(_home, control, before), home_address(request.url.path, before))
 
 

@@ -14,7 +14,7 @@ from eyrie_api.contract.plan import Plan, PlannedStages
 from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Job, JobList, Phase
 from eyrie_api.database import endpoint_names
-from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
+from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
@@ -52,10 +52,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
     project = control.scope.home("jobs:write")
     submitted, spec = spec, endpoint_names.with_project_endpoint(spec, project)
     control.check_spec_policy(spec)
-    once: Once | None = None
-    if key is not None:
-        check_key(key)
-        once = Once(key, route_within(project, JOBS), digest_model(spec))
+    once = None if key is None else Once.of(key, project, JOBS, digest_model(spec))
     try:
         resolved = preflight.check(control.with_drafters_of_jobs(spec), control.settings)
     except EyrieError:
