@@ -90,6 +90,8 @@ class Unreachable(Transient):
 class Refused(EyrieError):
     """An error response whose class this client does not know; its reason is the problem's."""
 
+    reason = "InternalError"
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail, problem.hint)
         self.http_status = problem.status  # type: ignore[misc]

@@ -22,7 +22,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
 from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import ApiKeyRow, JobRow, MembershipRow, ProjectRow
-from eyrie_api.decisions.alerts import UsedUp
+from eyrie_api.decisions.alerts import ExhaustedQuota
 from eyrie_api.errors import Conflict, NotFound
 
 
@@ -52,7 +52,7 @@ class Projects:
         with self._database.reading() as session:
             return tuple(_render(session, row) for row in session.scalars(query).all())
 
-    def used_up(self) -> tuple[UsedUp, ...]:
+    def used_up(self) -> tuple[ExhaustedQuota, ...]:
         """Quotas of jobs and GPUs that are used up, in the projects the caller has a role in."""
         limited = select(ProjectRow).where(
             self._scope.sees(ProjectRow.name, "jobs:read"),
@@ -67,9 +67,9 @@ class Projects:
             for name, jobs, gpus in session.execute(live):
                 max_jobs, max_gpus = rows[name].max_jobs, rows[name].max_gpus
                 if max_jobs is not None and jobs >= max_jobs:
-                    exhausted.append(UsedUp(name, "jobs", jobs, max_jobs))
+                    exhausted.append(ExhaustedQuota(name, "jobs", jobs, max_jobs))
                 if max_gpus is not None and gpus >= max_gpus > 0:
-                    exhausted.append(UsedUp(name, "GPUs", int(gpus), max_gpus))
+                    exhausted.append(ExhaustedQuota(name, "GPUs", int(gpus), max_gpus))
         return tuple(exhausted)
 
     def get(self, name: str) -> Project:

@@ -39,7 +39,7 @@ NOTHING_WAITS = WaitingList(items=(), total=0)
 
 
 @dataclass(frozen=True)
-class UsedUp:
+class ExhaustedQuota:
     """A quota of jobs that leaves no room for another one."""
 
     project: str
@@ -54,7 +54,7 @@ class UsedUp:
 
 
 def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
-              used_up: Iterable[UsedUp] = (), waiting: WaitingList = NOTHING_WAITS,
+              used_up: Iterable[ExhaustedQuota] = (), waiting: WaitingList = NOTHING_WAITS,
               full_disk: EyrieError | None = None) -> AlertList:
     """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has
     the first ones and the number of all."""
@@ -152,7 +152,7 @@ def _queued(jobs: Iterable[Job]) -> list[AlertItem]:
         hint="wait, or cancel one", since=accepted.last_transition_time, link=f"/console/jobs/{first.id}")]
 
 
-def _quota(quota: UsedUp) -> AlertItem:
+def _quota(quota: ExhaustedQuota) -> AlertItem:
     return AlertItem(
         kind="quota-used-up", project=quota.project, link="/console/admin",
         title=f"Project {quota.project} has used up its quota: {quota.used} of {quota.most} {quota.what}",

@@ -58,7 +58,7 @@ class Authenticator:
         self._keys, self._projects = ApiKeys(database, clock), Projects(database, clock)
         self._clock, self._elapsed = clock, elapsed
         self._principals: dict[bytes, tuple[Principal, float]] = {}
-        self._known_projects: set[str] = set()
+        self.known_projects: set[str] = set()
         self._limits: dict[str, tuple[int | None, float]] = {}
         self._lock = threading.Lock()
 
@@ -207,14 +207,10 @@ class Authenticator:
         self._limits[project] = (per_minute, self._elapsed() + CACHED_S)
         return per_minute
 
-    def is_known_project(self, name: str) -> bool | None:
-        """Whether there is such a project; None when that is not cached. A project is never deleted."""
-        return True if name in self._known_projects else None
-
     def has_project(self, name: str) -> bool:
-        if name not in self._known_projects and self._projects.exists(name):
-            self._known_projects.add(name)
-        return name in self._known_projects
+        if self._projects.exists(name):
+            self.known_projects.add(name)
+        return name in self.known_projects
 
 
 def _credential_of(principal: Principal) -> str:

@@ -82,7 +82,12 @@ class RunSoFar:
             self.text += (choice.get("delta") or {}).get("content") or ""
             for traced in (choice.get("eyrie") or {}).get("rounds", ()):
                 self.token_ids += [token["token_id"] for token in traced["tokens"]]
-                rounds.append(_round(traced))
+                tokens = tuple(ComparedToken(token=token["token"], drafted=token["drafted"])
+                               for token in traced["tokens"])
+                nodes = tuple(DraftNode(token=node["token"], parent=node["parent"], accepted=node["accepted"])
+                              for node in traced["nodes"])
+                rounds.append(ComparedRound(text="".join(token.token for token in tokens), num_tokens=len(tokens),
+                                            tokens=tokens, nodes=nodes))
         if not self.traced:
             rounds = self._rounds_of(chunk)
         if self._first_at_s is None and (rounds or self._num_held):
@@ -116,14 +121,6 @@ class RunSoFar:
             rounds.append(ComparedRound(text=text, num_tokens=self._num_held))
             self._num_held = 0
         return rounds
-
-
-def _round(traced: dict[str, Any]) -> ComparedRound:
-    tokens = tuple(ComparedToken(token=part["token"], drafted=part["drafted"]) for part in traced["tokens"])
-    nodes = tuple(DraftNode(token=part["token"], parent=part["parent"], accepted=part["accepted"])
-                  for part in traced["nodes"])
-    text = "".join(token.token for token in tokens)
-    return ComparedRound(text=text, num_tokens=len(tokens), tokens=tokens, nodes=nodes)
 
 
 def refusal(body: dict[str, Any]) -> InvalidInput:
@@ -227,14 +224,6 @@ def _why_unavailable(served: ServedEndpoint) -> RunProblem:
                       f".../recorded-prompts lists all {len(served.recorded_prompts)}): {named}")
 
 
-def _body(served: ServedEndpoint, run: RunName, request: CompareRequest) -> dict[str, Any]:
-    body = {"model": served.model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
-            "max_tokens": request.max_tokens, "stream": True}
-    if served.engine == "embedded":
-        return body | {"eyrie": {"drafter": run == "drafted", "rounds": True}}
-    return body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-
-
 async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEndpoint,
                   request: CompareRequest) -> AsyncGenerator[dict[str, Any]]:
     run, switches = so_far.run, served.engine == "embedded"
@@ -243,8 +232,12 @@ async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEnd
         raise _AnotherRevision
     own = None if wanted is None else served.own_urls.get(wanted)
     headers = {} if wanted is None else {"x-eyrie-revision": str(wanted)}
+    body: dict[str, Any] = {"model": served.model, "messages": [{"role": "user", "content": request.prompt}],
+                            "temperature": 0, "max_tokens": request.max_tokens, "stream": True}
+    body |= {"eyrie": {"drafter": run == "drafted", "rounds": True}} if switches else {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     async with client.stream("POST", (own or served.url).rstrip("/") + "/chat/completions", headers=headers,
-                             json=_body(served, run, request)) as answer:
+                             json=body) as answer:
         revision = answer.headers.get("x-eyrie-revision", "") if own is None else str(wanted)
         so_far.revision = int(revision) if revision.isdecimal() else None
         if answer.status_code != 200:

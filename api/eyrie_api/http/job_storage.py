@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from sqlalchemy import select
 
@@ -74,37 +73,26 @@ class JobOwner:
     facts: JobFacts
 
 
-class JobOwners:
-    """All jobs of one database; not filtered by a scope."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def read(self) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
-        """Job id -> owner; (job, checkpoint) of what jobs may still read, as `storage_usage.read_by`; and the jobs that
-        may still copy states of others, as `storage_usage.that_have_not`."""
-        columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
-        with self._database.reading() as session:
-            rows = session.execute(columns).all()
-            owners = {row.id: JobOwner(row.name, row.project, JobFacts(row.phase, _best(row.status))) for row in rows}
-            capturing = [row.id for row in rows if row.phase in MAY_READ and not _has(row.status, "Captured")]
-            specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(MAY_READ))))
-            return owners, named_by(JobSpec.model_validate(spec) for spec in specs), capturing
-
-    def have_run(self) -> bool:
-        """Whether a stage of a job has begun, and files must be somewhere."""
-        query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
-        with self._database.reading() as session:
-            return session.scalars(query).first() is not None
+def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
+    """Job id -> owner, of all jobs; (job, checkpoint) of what jobs may still read, as `storage_usage.read_by`; and the
+    jobs that may still copy states of others, as `storage_usage.that_have_not`."""
+    columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
+    with database.reading() as session:
+        rows = session.execute(columns).all()
+        owners = {row.id: JobOwner(row.name, row.project, JobFacts(
+            row.phase, (row.status.get("best") or {}).get("checkpoint"))) for row in rows}
+        captured = {row.id for row in rows for condition in row.status.get("conditions", ())
+                    if condition["type"] == "Captured" and condition["status"] == "True"}
+        capturing = [row.id for row in rows if row.phase in MAY_READ and row.id not in captured]
+        specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(MAY_READ))))
+        return owners, named_by(JobSpec.model_validate(spec) for spec in specs), capturing
 
 
-def _has(status: dict[str, Any], condition: str) -> bool:
-    return any(held["type"] == condition and held["status"] == "True" for held in status.get("conditions", ()))
-
-
-def _best(status: dict[str, object]) -> str | None:
-    best = status.get("best")
-    return str(best["checkpoint"]) if isinstance(best, dict) and best.get("checkpoint") else None
+def have_run(database: Database) -> bool:
+    """Whether a stage of a job has begun, and files must be somewhere."""
+    query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
+    with database.reading() as session:
+        return session.scalars(query).first() is not None
 
 
 @dataclass(frozen=True)
@@ -162,10 +150,10 @@ class JobStorageMeter:
             self._latest, self._running, self._ended = outcome, None, time.monotonic()
 
     def _measure(self) -> Measurement:
-        files, owners, measured_at = self._files, JobOwners(self._database), utc_now()
+        files, measured_at = self._files, utc_now()
         disk = None
         if files.store is None:
-            if not files.have_directory and owners.have_run():
+            if not (self._settings.home / "jobs").is_dir() and have_run(self._database):
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")
             disk = total_and_free_bytes(self._settings.home)
@@ -178,7 +166,7 @@ class JobStorageMeter:
             raise JobFilesUnavailable(f"a directory of a job cannot be read: {error.strerror}",
                                       "the server's log names it; correct its owner and mode") from error
         # After the files: a job submitted meanwhile is known, and one deleted meanwhile is nobody's.
-        jobs, read, capturing = owners.read()
+        jobs, read, capturing = read_owners(self._database)
         read |= states_of(reused_by(capturing, files.record))
         served = served_by(Endpoints(self._database).list().items)
         decided = plan_removal(items, {job_id: job.facts for job_id, job in jobs.items()}, served, read).decisions

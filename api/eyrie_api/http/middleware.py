@@ -169,7 +169,10 @@ class AccessMiddleware:
             await self._limit(access)
             self._check_recent(request)
             request.setdefault("state", {})["access"] = access
-            self._check_body(request)
+            length, most = _header(request, b"content-length"), self._settings.max_body_bytes
+            if length.isdigit() and int(length) > most:
+                raise _too_large(f"{length} bytes", most)
+            check_json(request["method"], Headers(scope=request))
             ended = asyncio.Event()
             await self._app(request, self._counted(request, receive, ended),
                             self._while_authorised(request, access, send_with_id, ended))
@@ -249,7 +252,7 @@ class AccessMiddleware:
             return access
         assert access.principal is not None
         has_role = bool({name, ALL_PROJECTS} & access.principal.roles.keys())
-        exists = (self._authenticator.is_known_project(name)
+        exists = (name in self._authenticator.known_projects  # a project is never deleted
                   or await to_thread.run_sync(self._authenticator.has_project, name))
         if not (has_role and exists):
             raise NotFound(f"no project {name!r}", "list the projects you are in")
@@ -270,12 +273,6 @@ class AccessMiddleware:
         if limit is not None:
             bucket = f"project {project!r}"
             require(await self._buckets.take(bucket, limit), bucket, limit)
-
-    def _check_body(self, request: Request) -> None:
-        content_length = _header(request, b"content-length")
-        if content_length.isdigit() and int(content_length) > (most := self._settings.max_body_bytes):
-            raise _too_large(f"{content_length} bytes", most)
-        check_json(request["method"], Headers(scope=request))
 
     def _counted(self, request: Request, receive: Receive, ended: asyncio.Event) -> Receive:
         received, complete, most = bytearray(), False, self._settings.max_body_bytes
@@ -306,19 +303,16 @@ class AccessMiddleware:
                 return
             if message["type"] == "http.response.body" and time.monotonic() - checked_at > _REAUTHENTICATE_S:
                 checked_at = time.monotonic()
-                if not await self._is_authorised(request, access):
+                try:
+                    is_authorised = await self._caller(request) == access.principal
+                except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, once the database is back
+                    is_authorised = False
+                if not is_authorised:
                     ended.set()
                     message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
         return send_if_authorised
-
-    async def _is_authorised(self, request: Request, access: Scope) -> bool:
-        """Whether the request's token still gives the same principal."""
-        try:
-            return await self._caller(request) == access.principal
-        except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, and is answered once the database is back
-            return False
 
     async def _audit_refusal(self, request: Request, access: Scope | None, status: int,
                              request_id: str) -> EyrieError | None:

@@ -44,13 +44,10 @@ class MethodNotAllowed(EyrieError):
     http_status = 405
 
 
-def title_of(reason: str) -> str:
-    """`TargetNotFound` -> `Target not found`."""
-    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: " " + match[1].lower(), reason)
-
-
 def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
-    return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
+    # `TargetNotFound` has the title `Target not found`.
+    title = re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: " " + match[1].lower(), error.reason)
+    return Problem(type=TYPE_PREFIX + error.reason, title=title, status=error.http_status,
                    detail=error.message, hint=error.hint, instance=instance)
 
 

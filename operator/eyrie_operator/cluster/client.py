@@ -80,7 +80,7 @@ class ClusterUnavailable(Transient):
 class VersionGone(ClusterUnavailable):
     """The API server no longer has the changes since the resourceVersion of a watch."""
 
-    reason = ClusterUnavailable.reason
+    reason = "ClusterUnavailable"
 
 
 class Cluster:

@@ -21,7 +21,7 @@ from eyrie_api.contract.access import Action, WebhookEvent
 from eyrie_api.contract.model import Name
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -30,7 +30,7 @@ _EVENTS = tuple(event for event in get_args(WebhookEvent) if event != "ping")
 
 
 @router.get("/console/admin", response_class=HTMLResponse)
-def admin(control: Here, request: Request) -> Response:
+def admin(control: RequestControl, request: Request) -> Response:
     """Projects with their quotas, API keys, webhooks, and what the files of jobs occupy."""
     control = _with_rights(control, request)
     keys = control.keys.list() if _may_in_some(control, "keys:write") else None
@@ -56,7 +56,7 @@ def admin(control: Here, request: Request) -> Response:
 
 
 @router.get("/console/admin/projects/{project}", response_class=HTMLResponse)
-def project(project: Name, control: Here, request: Request) -> Response:
+def project(project: Name, control: RequestControl, request: Request) -> Response:
     """One project: its quotas, what is used of them, and its members."""
     control = _with_rights(control, request)
     shown, may_list = control.projects.get(project), _may(control, "members:write", project)
@@ -67,7 +67,8 @@ def project(project: Name, control: Here, request: Request) -> Response:
 
 
 @router.get("/console/admin/audit", response_class=HTMLResponse)
-def audit(control: Here, request: Request, before: Annotated[int | None, Query(ge=1, le=2**53)] = None) -> Response:
+def audit(control: RequestControl, request: Request,
+          before: Annotated[int | None, Query(ge=1, le=2**53)] = None) -> Response:
     """The audit log, newest first, a page at a time."""
     control = _with_rights(control, request)
     page = control.audit.read(before=before, limit=_ENTRIES) if _may_in_some(control, "audit:read") else None

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -105,13 +105,13 @@ def job_form() -> JobForm:
 
 
 @router.get("/console/new", response_class=HTMLResponse)
-def new_job(control: Here, request: Request) -> Response:
+def new_job(control: RequestControl, request: Request) -> Response:
     """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
     return _job_form(control, request, None, _FIRST_JOB)
 
 
 @router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
-def again(job_id: str, control: Here, request: Request) -> Response:
+def again(job_id: str, control: RequestControl, request: Request) -> Response:
     """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
     return _job_form(control, request, spec.name or job_id, spec.model_dump(mode="json", exclude_defaults=True))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -26,7 +25,7 @@ from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.live_pages import Rendered
 from eyrie_api.http.routes.outcomes import LeaderboardQuery, compare_plan, files_of, times_left
 from eyrie_api.quantities import duration, size
@@ -40,7 +39,8 @@ _ANSWERED = ("answered", "truncated")
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
-def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
+def job(job_id: str, control: RequestControl, request: Request,
+        selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document.
 
     A name, which is what the command line takes, leads to the newest job that has it.
@@ -52,19 +52,19 @@ def job(job_id: str, control: Here, request: Request, selected: Annotated[Leader
         if not named:
             raise
         return RedirectResponse(f"/console/jobs/{named[0].id}")
-    return pages.may_submit(pages.render_page(
-        "job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
-        **_artifacts(values["job"], control)))
-
-
-def _artifacts(job: Job, control: Control) -> dict[str, Any]:
-    """Files and reports by stage, or why they cannot be read: the rest of the page does not need them."""
+    files: tuple[StageFiles, ...] = ()
+    tables: tuple[StageTable, ...] = ()
+    unlisted = None
     try:
-        manifests = control.files.manifests(job.id)
-    except EyrieError as error:
-        return {"files": (), "tables": (), "unlisted": error}
-    return {"files": by_stage(files_of(job.id, manifests).items), "tables": stage_tables(report_of(job, manifests, ())),
-            "unlisted": None}
+        manifests = control.files.manifests(job_id)
+    except EyrieError as error:  # the rest of the page does not need the files and reports
+        unlisted = error
+    else:
+        files = by_stage(files_of(job_id, manifests).items)
+        tables = stage_tables(report_of(values["job"], manifests, ()))
+    return pages.may_submit(pages.render_page(
+        "job.html", control, request, submitted=control.jobs.submitted(job_id), files=files, tables=tables,
+        unlisted=unlisted, **values))
 
 
 def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:
@@ -85,22 +85,22 @@ def job_values(control: Control, job_id: str, server: str, selected: Leaderboard
 
 
 @router.get("/console/jobs/{job_id}/live")
-def job_stream(job_id: str, control: Here, request: Request,
+def job_stream(job_id: str, control: RequestControl, request: Request,
         selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """A job's page, as it changes; it ends with the job."""
     control.jobs.get(job_id)
-    render = partial(_job, control, job_id, pages.server_of(request), selected)
+    server = pages.server_of(request)
+
+    def render() -> Rendered:
+        values = job_values(control, job_id, server, selected)
+        html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
+        return Rendered(html, ended=values["job"].status.phase in ENDED)
+
     return pages.stream(control, request, render, selected.address(request.url.path), job_id)
 
 
-def _job(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> Rendered:
-    values = job_values(control, job_id, server, selected)
-    html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
-    return Rendered(html, ended=values["job"].status.phase in ENDED)
-
-
 @router.get("/console/jobs/{job_id}/plan", response_class=HTMLResponse)
-def plan(job_id: str, control: Here, request: Request) -> Response:
+def plan(job_id: str, control: RequestControl, request: Request) -> Response:
     """Hours and bytes of every stage as planned when the job was accepted, and as they were; or that none was kept."""
     job = control.jobs.get(job_id)
     try:
@@ -111,7 +111,7 @@ def plan(job_id: str, control: Here, request: Request) -> Response:
 
 
 @router.get("/console/jobs/{job_id}/diff", response_class=HTMLResponse)
-def diff(job_id: str, control: Here, request: Request,
+def diff(job_id: str, control: RequestControl, request: Request,
          other_id: Annotated[str, Query(alias="with", max_length=63)] = "") -> Response:
     """Where the documents of two jobs differ, defaults included. Both must be readable by the caller."""
     job = control.jobs.get(job_id)
@@ -230,7 +230,10 @@ def stage_tables(report: JobReport) -> tuple[StageTable, ...]:
         tables.append(StageTable("capture", "Capture: hidden states of the target", (),
                                  tuple(_of_states(report.capture))))
     if answers is not None and len(answers.outcomes) > 1:
-        tables.append(_by_source(answers))
+        rows = tuple((source, *(f"{kinds.get(name, 0):,}" for name in _ANSWERED),
+                      ", ".join(_counts(_unused({"": kinds})))) for source, kinds in answers.outcomes.items())
+        tables.append(StageTable("regenerate", "Regenerate, by source of the data",
+                                 ("source", "#rows answered", "#of them truncated", "not used"), rows))
     if report.train:
         tables += [_of_candidates(report.train), _of_checkpoints(report.train)]
     return tuple(tables)
@@ -281,13 +284,6 @@ def _of_states(report: CaptureReport) -> Iterator[tuple[str, str]]:
     if report.repaired_shards or report.restarts:
         yield "made again", f"{len(report.repaired_shards):,} damaged files; {report.restarts:,} servers replaced"
     yield "time", _time(report.seconds, report.tokens_per_s)
-
-
-def _by_source(report: RegenerateReport) -> StageTable:
-    rows = tuple((source, *(f"{kinds.get(name, 0):,}" for name in _ANSWERED), ", ".join(_counts(_unused({"": kinds}))))
-                 for source, kinds in report.outcomes.items())
-    return StageTable("regenerate", "Regenerate, by source of the data",
-                      ("source", "#rows answered", "#of them truncated", "not used"), rows)
 
 
 def _of_candidates(reports: Sequence[TrainReport]) -> StageTable:

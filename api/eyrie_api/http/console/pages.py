@@ -17,7 +17,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
@@ -33,14 +32,13 @@ from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.access import Action
 from eyrie_api.contract.comparison import CompareRequest
-from eyrie_api.contract.endpoints import History
 from eyrie_api.contract.status import Problem
 from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor
 from eyrie_api.decisions.alerts import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
 from eyrie_api.http.routes.alerts import NEWEST_JOBS, alerts_now
 from eyrie_api.http.routes.endpoints import list_figures, recorded_prompts
@@ -69,10 +67,6 @@ _MAX_CURVE_JOBS = 10  # each job's metrics are a request every few seconds
 _LISTED = 50
 
 
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def with_code(text: str) -> Markup:
     """A docstring as HTML: what is between backticks is code."""
     parts = re.split(r"`([^`]+)`", text)
@@ -82,15 +76,16 @@ def with_code(text: str) -> Markup:
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code,
-                         "shell": shlex.quote, "axes_words": axes_words}
+_ENVIRONMENT.filters |= {"duration": duration, "size": size, "with_code": with_code, "shell": shlex.quote,
+                         "figure": lambda value, digits=2: "" if value is None else f"{value:.{digits}f}",
+                         "axes_words": axes_words}
 
 
 Before = Annotated[str | None, Query(max_length=512, description="next_cursor of `GET /v1alpha1/jobs`")]
 
 
 @router.get("/", response_class=HTMLResponse)
-def home(control: Here, request: Request, before: Before = None) -> Response:
+def home(control: RequestControl, request: Request, before: Before = None) -> Response:
     """Endpoints, one page of jobs, and what needs a person."""
     return render_page("home.html", control, request, **home_values(control, before))
 
@@ -109,16 +104,13 @@ def home_values(control: Control, before: str | None) -> dict[str, Any]:
 
 
 @router.get("/console/live")
-def home_stream(control: Here, request: Request, before: Before = None) -> Response:
+def home_stream(control: RequestControl, request: Request, before: Before = None) -> Response:
     """Home with one page of jobs, as it changes. Its readers share it, those of the newest jobs as those of older
     ones."""
     if before is not None:
         decode_cursor(before, TIME_CURSOR)
-    return stream(control, request, partial(_home, control, before), home_address(request.url.path, before))
-
-
-def _home(control: Control, before: str | None) -> Rendered:
-    return Rendered(rendered("home_live.html", home_values(control, before)))
+    return stream(control, request, lambda: Rendered(rendered("home_live.html", home_values(control, before))),
+                  home_address(request.url.path, before))
 
 
 def home_address(path: str, before: str | None) -> str:
@@ -127,7 +119,7 @@ def home_address(path: str, before: str | None) -> str:
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
-def endpoint(name: str, control: Here, request: Request) -> Response:
+def endpoint(name: str, control: RequestControl, request: Request) -> Response:
     """One endpoint: what serves, its revisions, its acceptance, its history."""
     return render_page("endpoint.html", control, request, **endpoint_values(control, name, server_of(request)))
 
@@ -136,26 +128,29 @@ def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
     endpoint = control.endpoints.get(name)
     latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
+    history = control.histories.read(name, limit=_HISTORY)
     return {"endpoint": endpoint, "traffic": traffic_of((endpoint,), latest)[0], "server": server,
             "drift_hint": drift_hint, "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
-            "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
+            "figures": list_figures(name, control),
+            "history": history.model_copy(update={"items": history.items[::-1]})}  # newest first
 
 
 @router.get("/console/endpoints/{name}/live")
-def endpoint_stream(name: str, control: Here, request: Request) -> Response:
+def endpoint_stream(name: str, control: RequestControl, request: Request) -> Response:
     """An endpoint's page, as it changes."""
     control.endpoints.get(name)
-    return stream(control, request, partial(_endpoint, control, name, server_of(request)), request.url.path)
-
-
-def _endpoint(control: Control, name: str, server: str) -> Rendered:
-    values = endpoint_values(control, name, server)
+    server = server_of(request)
     parts = ("endpoint_live.html", "endpoint_unmeasured.html", "endpoint_history.html", "endpoint_actions.html")
-    return Rendered("".join(rendered(part, values) for part in parts))
+
+    def render() -> Rendered:
+        values = endpoint_values(control, name, server)
+        return Rendered("".join(rendered(part, values) for part in parts))
+
+    return stream(control, request, render, request.url.path)
 
 
 @router.get("/console/endpoints/{name}/compare", response_class=HTMLResponse)
-def compare(name: str, control: Here, request: Request) -> Response:
+def compare(name: str, control: RequestControl, request: Request) -> Response:
     """The form, or why there is none."""
     endpoint = control.endpoints.get(name)
     active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
@@ -167,7 +162,7 @@ def compare(name: str, control: Here, request: Request) -> Response:
 
 
 @router.get("/console/curves", response_class=HTMLResponse)
-def curves(control: Here, request: Request,
+def curves(control: RequestControl, request: Request,
            job: Annotated[list[str], Query(min_length=1, max_length=_MAX_CURVE_JOBS)]) -> Response:
     """Curves of the jobs, with links to add and remove one."""
     ids = tuple(dict.fromkeys(job))
@@ -228,7 +223,7 @@ def static(file: str) -> Response:
 
 
 @router.post(SIGN_IN, status_code=204)
-def sign_in(control: Here, request: Request) -> Response:
+def sign_in(control: RequestControl, request: Request) -> Response:
     """Exchange the request's API key for a cookie."""
     assert control.scope.principal is not None, "a request without a caller reached a route"
     cookie = request.app.state.authenticator.session_for(control.scope.principal)
@@ -285,7 +280,7 @@ def _redirect_uri(request: Request) -> str:
 
 
 @router.get(SIGN_OUT, response_class=HTMLResponse)
-def ask_to_sign_out(control: Here, request: Request, to: str = "/") -> Response:
+def ask_to_sign_out(control: RequestControl, request: Request, to: str = "/") -> Response:
     """A button that signs out and goes to the page `to`: a page that a refusal rendered has no token for a change. The
     button needs script, as all changes do."""
     return render_page("sign_out.html", control, request, to=local_path(to))
@@ -358,8 +353,3 @@ def may(control: Control, action: Action, project: str | None) -> bool:
     principal = control.scope.principal
     # A cookie alone only reads; with the page's proof it may do what its role allows.
     return principal is None or principal.model_copy(update={"scopes": None}).allows(action, project or ALL_PROJECTS)
-
-
-def _recent(history: History) -> History:
-    """Newest first."""
-    return history.model_copy(update={"items": history.items[::-1]})

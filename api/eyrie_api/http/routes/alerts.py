@@ -10,7 +10,7 @@ from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.full_disk import disk_full, is_short
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["alerts"])
 NEWEST_JOBS = 50
@@ -18,7 +18,7 @@ _WAITING = 20
 
 
 @router.get("/v1alpha1/alerts")
-def read_alerts(control: Here) -> AlertList:
+def read_alerts(control: RequestControl) -> AlertList:
     """What needs a person, each with what was seen and what to do: failed jobs and stages without a node, decisions,
     endpoints, drift, quotas, DrafterJobs that wait, a full disk. Of jobs the newest 50 are looked at."""
     endpoints = control.endpoints.list().items
