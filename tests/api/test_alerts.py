@@ -151,7 +151,8 @@ def test_a_failed_job_has_message_and_hint_of_its_stage_or_of_its_condition() ->
 
 
 def test_a_full_disk_comes_first_with_its_hint() -> None:
-    item, _ = needed([], [], used_up=[ExhaustedQuota("team", "jobs", 1, 1)], full_disk=DiskFull("it is full", "free space"))
+    item, _ = needed([], [], used_up=[ExhaustedQuota("team", "jobs", 1, 1)],
+                     full_disk=DiskFull("it is full", "free space"))
     assert (item.kind, item.message, item.hint, item.link) == ("disk-full", "it is full", "free space", "/")
 
 
