@@ -76,7 +76,7 @@ class Client:
         token = token or os.environ.get("EYRIE_TOKEN") or None
         project = project or os.environ.get("EYRIE_PROJECT") or None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        headers |= {"Eyrie-access.Project": project} if project else {}
+        headers |= {"Eyrie-Project": project} if project else {}
         self._timeout_s = timeout_s
         # trust_env=False: a proxy from the environment (HTTP_PROXY) must not be used for a loopback address.
         with self._translated():
@@ -274,7 +274,8 @@ class Client:
                     limit: int = 100) -> tuple[LeaderboardEntry, ...]:
         """Measured checkpoints, best first; by the measurements of a suite, a temperature or an engine alone."""
         return self._get(f"{_API}/leaderboard", status.Leaderboard, target=target, job_id=job_id, family=family,
-                         suite=suite, temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
+                         suite=suite, temperature=temperature, engine=engine, tuned=tuned, lossless=lossless,
+                         limit=limit).items
 
     def alerts(self) -> AlertList:
         return self._get(f"{_API}/alerts", AlertList)
