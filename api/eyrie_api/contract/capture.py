@@ -103,14 +103,10 @@ class CaptureSpec(Frozen):
     one more time, and frees it before our own is loaded; 0 skips the check."""
 
     @model_validator(mode="after")
-    def _servers_do_not_stream(self) -> "CaptureSpec":
+    def _fields_agree(self) -> "CaptureSpec":
         if self.source == "sglang" and self.mode == "stream":
             raise ValueError("capture.source 'sglang' with capture.mode 'stream': training starts no servers; set mode "
                              "to 'store', or source to 'transformers'")
-        return self
-
-    @model_validator(mode="after")
-    def _vocabulary_has_a_use(self) -> "CaptureSpec":
         if self.draft_vocab_size is not None and self.final_state != "topk":
             raise ValueError("capture.draft_vocab_size is set with capture.final_state 'keep', which supports any "
                              "draft vocabulary: set drafter.draft_vocab_size, or capture.final_state to 'topk'")

@@ -23,7 +23,7 @@ from typing import Literal
 
 from eyrie_api.contract.alerts import AlertItem, AlertKind, AlertList
 from eyrie_api.contract.endpoints import EndpointTraffic, LiveDrift
-from eyrie_api.contract.resources import WaitingList, WaitingObject
+from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Condition, Endpoint, Job
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError
@@ -47,11 +47,6 @@ class ExhaustedQuota:
     used: int
     most: int
 
-    @property
-    def option(self) -> str:
-        """Of `eyrie projects quotas`."""
-        return f"--{self.what.lower()}"
-
 
 def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
               used_up: Iterable[ExhaustedQuota] = (), waiting: WaitingList = NOTHING_WAITS,
@@ -65,7 +60,13 @@ def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Itera
         items += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
     for job in jobs:
         items += _of_job(job, jobs, endpoints)
-    return AlertList(items=(*items, *_queued(jobs), *map(_quota, used_up), *_waiting(waiting)))
+    quotas = (AlertItem(
+        kind="quota-used-up", project=quota.project, link="/console/admin",
+        title=f"Project {quota.project} has used up its quota: {quota.used} of {quota.most} {quota.what}",
+        message="further jobs are refused, and DrafterJobs of its namespaces wait",
+        hint="wait until a job ends, cancel one, or ask an administrator: "
+             f"eyrie projects quotas {quota.project} --{quota.what.lower()} N") for quota in used_up)
+    return AlertList(items=(*items, *_queued(jobs), *quotas, *_waiting(waiting)))
 
 
 def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job]) -> Iterable[AlertItem]:
@@ -152,30 +153,17 @@ def _queued(jobs: Iterable[Job]) -> list[AlertItem]:
         hint="wait, or cancel one", since=accepted.last_transition_time, link=f"/console/jobs/{first.id}")]
 
 
-def _quota(quota: ExhaustedQuota) -> AlertItem:
-    return AlertItem(
-        kind="quota-used-up", project=quota.project, link="/console/admin",
-        title=f"Project {quota.project} has used up its quota: {quota.used} of {quota.most} {quota.what}",
-        message="further jobs are refused, and DrafterJobs of its namespaces wait",
-        hint="wait until a job ends, cancel one, or ask an administrator: "
-             f"eyrie projects quotas {quota.project} {quota.option} N")
-
-
 def _waiting(waiting: WaitingList) -> Iterable[AlertItem]:
-    yield from map(_waiting_object, waiting.items)
+    for item in waiting.items:
+        yield AlertItem(
+            kind="waiting-for-quota", project=item.project, drafter_job=f"{item.namespace}/{item.name}",
+            title=f"DrafterJob {item.namespace}/{item.name} waits: {item.reason}",
+            message=f"in project {item.project}: {item.message}", hint=item.hint, since=item.since, link=_WAITING)
     more = waiting.total - len(waiting.items)
     if more > 0:
         yield AlertItem(
             kind="waiting-for-quota", title=f"{more} more DrafterJob{'s wait' if more > 1 else ' waits'}",
             message="those above have waited longest", hint=f"all of them: GET {_WAITING}", link=_WAITING)
-
-
-def _waiting_object(waiting: WaitingObject) -> AlertItem:
-    return AlertItem(
-        kind="waiting-for-quota", project=waiting.project, drafter_job=f"{waiting.namespace}/{waiting.name}",
-        title=f"DrafterJob {waiting.namespace}/{waiting.name} waits: {waiting.reason}",
-        message=f"in project {waiting.project}: {waiting.message}", hint=waiting.hint, since=waiting.since,
-        link=_WAITING)
 
 
 def _apart(text: str) -> tuple[str, str]:

@@ -22,15 +22,13 @@ def traffic_of(endpoints: Iterable[Endpoint], latest: Iterable[HistoryEntry]) ->
     by_endpoint: dict[str, _Latest] = {}
     for entry in latest:
         by_endpoint.setdefault(entry.endpoint, {})[entry.kind] = entry
-    return tuple(_traffic(endpoint, by_endpoint.get(endpoint.name, {})) for endpoint in endpoints)
-
-
-def _traffic(endpoint: Endpoint, latest: _Latest) -> EndpointTraffic:
-    traffic = EndpointTraffic(endpoint=endpoint.name, revision=endpoint.active_revision)
-    if endpoint.desired == "off":
-        return traffic
-    return traffic.model_copy(update={"window": _window(endpoint, latest), "canary": _canary(endpoint, latest),
-                                    "drift": _drift(endpoint, latest)})
+    traffic = []
+    for endpoint in endpoints:
+        entries = by_endpoint.get(endpoint.name, {}) if endpoint.desired == "on" else {}
+        traffic.append(EndpointTraffic(
+            endpoint=endpoint.name, revision=endpoint.active_revision, window=_window(endpoint, entries),
+            canary=_canary(endpoint, entries), drift=_drift(endpoint, entries)))
+    return tuple(traffic)
 
 
 def _of_active(endpoint: Endpoint, latest: _Latest, kind: HistoryKind) -> HistoryEntry | None:

@@ -102,17 +102,16 @@ def _by_stage(plan: Plan | PlannedStages) -> dict[str, StagePlan]:
     """The rows of a stage, one for each hardware profile, together, as their time is."""
     merged: dict[str, StagePlan] = {}
     for part in plan.stages:
-        merged[part.stage] = _added(merged[part.stage], part) if part.stage in merged else part
+        first = merged.get(part.stage)
+        if first is None:
+            merged[part.stage] = part
+            continue
+        mine, its = first.hours_range, part.hours_range
+        merged[part.stage] = first.model_copy(update={
+            "hours": first.hours + part.hours, "bytes_on_disk": first.bytes_on_disk + part.bytes_on_disk,
+            "hours_range": None if mine is None or its is None else Interval(
+                low=mine.low + its.low, high=mine.high + its.high)})
     return merged
-
-
-def _added(first: StagePlan, second: StagePlan) -> StagePlan:
-    """Both one after the other; the range where both have one."""
-    ranges = (first.hours_range, second.hours_range)
-    return first.model_copy(update={
-        "hours": first.hours + second.hours, "bytes_on_disk": first.bytes_on_disk + second.bytes_on_disk,
-        "hours_range": None if ranges[0] is None or ranges[1] is None else Interval(
-            low=ranges[0].low + ranges[1].low, high=ranges[0].high + ranges[1].high)})
 
 
 def _covered_s(spans: Iterable[tuple[datetime, datetime]]) -> float:

@@ -161,6 +161,10 @@ def rank(measured: Iterable[MeasuredCheckpoint]) -> tuple[LeaderboardEntry, ...]
 
 def _entry(checkpoint: MeasuredCheckpoint, place: int) -> LeaderboardEntry:
     report, cells = checkpoint.report, checkpoint.report.cells
+    # The means of the ends. A mean's standard error is at most the mean of the standard errors, and reaches it where
+    # the measurements vary together, as those of one suite's prompts at two temperatures do.
+    low, high = (fmean(suite_means(report, end).values()) for end in (
+        lambda cell: cell.speedup_interval.low, lambda cell: cell.speedup_interval.high))
     return LeaderboardEntry(
         job_id=checkpoint.job_id, checkpoint=report.checkpoint, candidate=report.candidate, family=checkpoint.family,
         target=checkpoint.target, tree=cells[0].tree, tau=fmean(cell.tau for cell in cells),
@@ -168,15 +172,8 @@ def _entry(checkpoint: MeasuredCheckpoint, place: int) -> LeaderboardEntry:
         speedup_greedy=_mean(cell for cell in cells if cell.temperature == 0.0),
         speedup_sampled=_mean(cell for cell in cells if cell.temperature > 0.0),
         lossless=report.lossless, tuned=checkpoint.tuned, rival=report.rival, suites=suite_means(report),
-        speedup_by_concurrency=speedup_by_concurrency(report), rank=place, speedup_interval=_mean_interval(report))
-
-
-def _mean_interval(report: BenchmarkReport) -> Interval:
-    """The mean of the ends. A mean's standard error is at most the mean of the standard errors, and reaches it where
-    the measurements vary together, as those of one suite's prompts at two temperatures do."""
-    low, high = (fmean(suite_means(report, end).values()) for end in (
-        lambda cell: cell.speedup_interval.low, lambda cell: cell.speedup_interval.high))
-    return Interval(low=low, high=high)
+        speedup_by_concurrency=speedup_by_concurrency(report), rank=place,
+        speedup_interval=Interval(low=low, high=high))
 
 
 def _mean(cells: Iterable[CellReport]) -> float | None:

@@ -80,7 +80,11 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
     `promotion.mode` is manual.
     """
-    checks = [*_asked_of_tuning(proof)]
+    checks = []
+    if proof is not None and proof.use.setting.method == "off":
+        finding = proof.use.map.finding if proof.use.map is not None else ""
+        checks.append(PromotionCheck(name="speculation-pays", passed=False, words=finding or proof.skipped or
+                                     "tuning found no declared load at which speculation pays"))
     over_rivals = [] if without_drafter(proof) else [
         *_beats_rival(policy, *_best_against_best(candidate, benchmarks, rival), required_suites)]
     if not without_drafter(proof):
@@ -315,14 +319,7 @@ def _relative_width(report: BenchmarkReport) -> float:
     return math.hypot(*halves) / len(halves) / mean_speedup(report)
 
 
-# Checks of tuning and the proof.
-
-
-def _asked_of_tuning(proof: ProveReport | None) -> Iterator[PromotionCheck]:
-    if proof is not None and proof.use.setting.method == "off":
-        finding = proof.use.map.finding if proof.use.map is not None else ""
-        yield PromotionCheck(name="speculation-pays", passed=False, words=finding or proof.skipped or
-                             "tuning found no declared load at which speculation pays")
+# Checks of the proof.
 
 
 def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
@@ -431,24 +428,21 @@ def _suites_under_load(proof: ProveReport, load: LoadReport,
 
 def _beats_under_load(policy: PromotionPolicy, load: LoadReport, other: str) -> PromotionCheck:
     """Candidate against incumbent or rival."""
-    ratios = [_over(other, load, users) for users in load.spec.concurrencies]
-    known = [ratio for ratio in ratios if ratio is not None]
-    bound, name = policy.min_speedup_over_incumbent, f"{other}-loads"
-    if len(known) < len(ratios):
-        return PromotionCheck(name=name, passed=False, bound=bound,
-                              words=f"the {other} was not asked at every declared load")
-    mean = _geometric_mean(known)
-    words = (f"{mean:.3f}x the {other} over the declared loads, asked in turn in the same run: "
+    ratios, bound, name = [], policy.min_speedup_over_incumbent, f"{other}-loads"
+    for users in load.spec.concurrencies:
+        direct = _comparison(load, CANDIDATE, other, users)
+        mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, other, OFF, users)
+        if direct is not None:
+            ratios.append(direct.throughput_ratio)
+        elif mine is not None and its is not None:
+            ratios.append(mine.throughput_ratio / its.throughput_ratio)
+        else:
+            return PromotionCheck(name=name, passed=False, bound=bound,
+                                  words=f"the {other} was not measured at every declared load")
+    mean = _geometric_mean(ratios)
+    words = (f"{mean:.3f}x the {other} over the declared loads, measured in turn in the same run: "
              f"{_sign(mean >= bound)} the required {bound:.3f}x")
     return PromotionCheck(name=name, passed=mean >= bound, figure=mean, bound=bound, words=words)
-
-
-def _over(other: str, load: LoadReport, users: int) -> float | None:
-    direct = _comparison(load, CANDIDATE, other, users)
-    if direct is not None:
-        return direct.throughput_ratio
-    mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, other, OFF, users)
-    return None if mine is None or its is None else mine.throughput_ratio / its.throughput_ratio
 
 
 def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from eyrie_api.contract.endpoints import HistoryEntry, HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
-from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
 
@@ -96,17 +96,13 @@ def _why_no_windows(seen: Watched) -> str:
         return "no acceptance is measured: nothing serves yet"
     if active.use.setting.method == "off":
         return "no acceptance is measured: the target serves without a drafter"
-    if active.tau is None or (seen.engine == "sglang" and _switches_off(active)):
+    points = () if active.use.map is None else active.use.map.points
+    if active.tau is None or (seen.engine == "sglang" and any(point.setting.method == "off" for point in points)):
         why = ("it was promoted without a proven acceptance length" if active.tau is None else
                "its operating map stops drafting under load, which SGLang does not count apart")
         return f"no acceptance is watched of revision {active.number}: {why}"
     return ("no window of acceptance has closed yet: one closes when it has enough rounds for a mean and has lasted "
             "promotion.drift.window_s")
-
-
-def _switches_off(revision: Revision) -> bool:
-    points = () if revision.use.map is None else revision.use.map.points
-    return any(point.setting.method == "off" for point in points)
 
 
 def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry]) -> Figure:
@@ -301,7 +297,10 @@ def _canary_rows(endpoint: Endpoint, shown: Canary, all_of_them: Sequence[Canary
     ends = [*shown.steps[1:], shown.end]
     rows = []
     for step, end in zip(shown.steps, ends, strict=True):
-        verdict = _verdict(endpoint, shown, end)
+        if end is not None:
+            verdict = "rejected" if end.kind == "rejected" else "passed"
+        else:
+            verdict = "now" if _is_running(endpoint, shown) else "given up"
         counted = {} if end is None else end.figures
         rows.append({
             "step": f"revision {shown.revision}{again}, {_share(step):.0%}: {verdict}", "time": step.time.isoformat(),
@@ -311,12 +310,6 @@ def _canary_rows(endpoint: Endpoint, shown: Canary, all_of_them: Sequence[Canary
             "proven_tau": rounded(proven),
             "finding": f"{end.reason}: {end.message}" if end is not None and end.kind == "rejected" else ""})
     return rows
-
-
-def _verdict(endpoint: Endpoint, shown: Canary, end: HistoryEntry | None) -> str:
-    if end is not None:
-        return "rejected" if end.kind == "rejected" else "passed"
-    return "now" if _is_running(endpoint, shown) else "given up"
 
 
 def _is_running(endpoint: Endpoint, shown: Canary) -> bool:

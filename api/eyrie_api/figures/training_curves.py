@@ -103,17 +103,14 @@ def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
     for line in metrics:
         if line.points:
             values.setdefault(line.key, {})[line.name] = {point.step: point.value for point in line.points}
-    runs = {key: values[key] for key in sorted(values, key=_by_number)}
+    # run-2 before run-10: text and numbers alternate.
+    runs = {key: values[key] for key in sorted(values, key=lambda key: [
+        int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))])}
     return contract.TrainingCurves(
         charts=tuple(_filled(chart, runs) for chart in CHARTS),
         runs=tuple(_run(key, run) for key, run in runs.items()),
         rungs=_rungs(runs), themes=THEMES,
         dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
-
-
-def _by_number(key: str) -> list[str | int]:
-    """Orders run-2 before run-10: text and numbers alternate."""
-    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))]
 
 
 def _filled(chart: CurveChart, runs: Mapping[str, Metrics]) -> contract.Chart:
