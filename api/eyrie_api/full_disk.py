@@ -56,12 +56,6 @@ def disk_full(directory: Path) -> DiskFull:
                     "free space on it; it goes on by itself")
 
 
-def require_room(directory: Path) -> None:
-    """Raises DiskFull where less than MIN_FREE_BYTES is free."""
-    if is_short(directory):
-        raise disk_full(directory)
-
-
 def await_room(directory: Path, needed: int = MIN_FREE_BYTES, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until `needed` bytes are free, or after `_PATIENCE_S` until MIN_FREE_BYTES is."""
     until = time.monotonic() + _PATIENCE_S

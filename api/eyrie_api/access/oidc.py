@@ -136,24 +136,21 @@ class Issuer:
     def _refresh(self) -> None:
         self._fetched_at = self._elapsed()
         try:
-            self._document, self._keys = self._fetch()
+            with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
+                document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
+                if document["issuer"] != self.url:
+                    raise ValueError("the discovery document names another issuer")
+                _require_https(document["jwks_uri"], "jwks_uri")
+                listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
+            self._keys = {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in listed
+                          if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"}
+            self._document = document
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
             log.warning("no keys could be fetched from the OIDC issuer %s: %s", self.url, type(error).__name__)
 
     def _unavailable(self) -> IssuerUnavailable:
         return IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
                                  "check EYRIE_OIDC_ISSUER; the next request tries again")
-
-    def _fetch(self) -> tuple[dict[str, Any], dict[str, jwt.PyJWK]]:
-        """The discovery document, and the keys by id."""
-        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
-            document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
-            if document["issuer"] != self.url:
-                raise ValueError("the discovery document names another issuer")
-            _require_https(document["jwks_uri"], "jwks_uri")
-            listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
-        usable = [key for key in listed if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"]
-        return document, {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in usable}
 
 
 def _require_https(url: str, name: str) -> None:

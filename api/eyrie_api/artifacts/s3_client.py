@@ -204,7 +204,11 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
         with bucket.translating_errors(key):
             made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
         upload = upload.model_copy(update={"upload_id": made["UploadId"]})
-    recorded = _record(record_file, upload)
+    recorded = True
+    try:
+        write_atomically(record_file, upload.model_dump_json())
+    except OSError:
+        recorded = False
     sent: dict[int, str] = {}
     try:
         _send(bucket, source, upload, uploaded, sent, report)
@@ -328,14 +332,6 @@ def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:
     with bucket.translating_errors(upload.key):
         bucket.client.complete_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
                                                 MultipartUpload={"Parts": parts})
-
-
-def _record(record_file: Path, upload: Upload) -> bool:
-    try:
-        write_atomically(record_file, upload.model_dump_json())
-    except OSError:
-        return False
-    return True
 
 
 def _remove_record(record_file: Path) -> None:

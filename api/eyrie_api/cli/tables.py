@@ -115,21 +115,16 @@ def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> Renderabl
         head.add_row("decision", decision_line(job.status.decision))
     if job.status.endpoint is not None:
         head.add_row("endpoint", job.status.endpoint)
-    parts: list[RenderableType] = [head, Text(), stages_table(job.status.stages, now)]
+    stages = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
+    for stage in in_order(job.status.stages):
+        stages.add_row(stage.stage, stage.key or "-", Text(stage.state, STATE_STYLE[stage.state]),
+                       duration(stage_seconds(stage, now)), progress_text(stage.progress, stage.state))
+    parts: list[RenderableType] = [
+        head, Text(), stages if job.status.stages else Text("No stage has started yet.", "dim")]
     parts += [failure_text(stage) for stage in job.status.stages if stage.state == "Failed" or stage.reason]
     if job.status.conditions:
         parts += [Text(), conditions_table(job.status.conditions, now)]
     return Group(*parts)
-
-
-def stages_table(stages: Sequence[StageStatus], now: datetime) -> RenderableType:
-    if not stages:
-        return Text("No stage has started yet.", "dim")
-    table = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
-    for stage in in_order(stages):
-        table.add_row(stage.stage, stage.key or "-", Text(stage.state, STATE_STYLE[stage.state]),
-                      duration(stage_seconds(stage, now)), progress_text(stage.progress, stage.state))
-    return table
 
 
 def in_order(stages: Sequence[StageStatus]) -> list[StageStatus]:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -85,14 +85,14 @@ class Screen:
     def show(self, value: Any, words: RenderableType) -> None:
         """The result: `value` as one JSON document, or `words`."""
         if self.as_json:
-            self.out.file.write(json.dumps(plain(value), indent=2) + "\n")
+            self.out.file.write(json.dumps(to_jsonable_python(value), indent=2) + "\n")
         else:
             self.out.print(words)
 
     def line(self, value: Any, words: RenderableType) -> None:
         """One item of a stream: a JSON line, or a line of words."""
         if self.as_json:
-            self.out.file.write(json.dumps(plain(value)) + "\n")
+            self.out.file.write(json.dumps(to_jsonable_python(value)) + "\n")
             self.out.file.flush()
         else:
             self.out.print(words, soft_wrap=True)
@@ -117,17 +117,6 @@ def printable(text: str) -> str:
     """Text without control characters: a model's output or a log must not control the terminal."""
     return "".join(character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd"
                    for character in text)
-
-
-def plain(value: Any) -> Any:
-    """Contract values as JSON-ready objects, also inside lists and dictionaries."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return value
 
 
 def _console(*, stderr: bool) -> Console:

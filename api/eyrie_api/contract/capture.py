@@ -135,7 +135,9 @@ class StoredAs:
         """What an answer token adds: the final state, or the opinion, that it is compared with."""
         if self.final_state == "keep":
             return vector_bytes(final_codec(self.codec), hidden_size)
-        return topk_bytes(self.top_k, self.draft_vocab_size)
+        # k ids, k float16 logits, the float32 masses of the rest and of all, the target's first choice.
+        id_bytes = 2 if self.draft_vocab_size <= NARROW_VOCABULARY else 4
+        return self.top_k * (id_bytes + 2) + 8 + id_bytes
 
     def bytes_of(self, tokens: int, answer_tokens: int, num_aux_layers: int, hidden_size: int) -> int:
         """A whole store, but for its headers (some 100 bytes per row)."""
@@ -153,12 +155,6 @@ def vector_bytes(codec: Codec, hidden_size: int) -> int:
     if codec == "int4":
         return -(-hidden_size // BLOCK_VALUES) * (BLOCK_VALUES // 2 + SCALE_BYTES)
     return hidden_size * _ITEMSIZE[codec] + (SCALE_BYTES if codec in ("int8", "fp8") else 0)
-
-
-def topk_bytes(top_k: int, draft_vocab_size: int) -> int:
-    """One opinion: k ids, k float16 logits, the float32 masses of the rest and of all, the target's first choice."""
-    id_bytes = 2 if draft_vocab_size <= NARROW_VOCABULARY else 4
-    return top_k * (id_bytes + 2) + 8 + id_bytes
 
 
 def choose(wanted: StoredAs, max_bytes: int | None, tokens: int, answer_tokens: int, num_aux_layers: int,

@@ -286,7 +286,11 @@ def read_recording(control: Control, endpoint: Endpoint) -> ProofRecording | Non
             if isinstance(report, ProveReport) and report.engine == engine:
                 answers = _read(control.files, finished)
                 if answers is not None:
-                    return ProofRecording(finished.manifest.job_id, answers.answers, undrafted_speed(report))
+                    levels = () if report.load is None else report.load.levels
+                    gaps = (level.total.inter_token_s for level in levels
+                            if (level.variant, level.mode, level.level) == ("off", "closed", 1.0))
+                    return ProofRecording(finished.manifest.job_id, answers.answers, next(
+                        (1.0 / gap.mean for gap in gaps if gap is not None and gap.mean > 0), None))
     return None
 
 
@@ -301,11 +305,3 @@ def _read(files: JobFiles, finished: StageManifest) -> RecordedAnswers | None:
     except ArtifactMissing:
         return None
     return RecordedAnswers.model_validate_json(content)
-
-
-def undrafted_speed(report: ProveReport) -> float | None:
-    """Tokens per second of one user without a drafter, from the first token on; None where it was not measured."""
-    levels = () if report.load is None else report.load.levels
-    gaps = (level.total.inter_token_s for level in levels
-            if (level.variant, level.mode, level.level) == ("off", "closed", 1.0))
-    return next((1.0 / gap.mean for gap in gaps if gap is not None and gap.mean > 0), None)

@@ -217,22 +217,20 @@ def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,
     rest = [job for job in seen if after is None or _rank(job) > (-after[0], after[1])]
     items = tuple(rest[:limit])
     more = encode_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
+    by_project: dict[str | None, list[JobStorage]] = defaultdict(list)
+    for job in seen:
+        by_project[job.project].append(job)
+    projects = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
+                               removable_bytes=sum(job.removable_bytes for job in held))
+                for project, held in by_project.items())
     disk = measured.disk if measured.disk and scope.permits("jobs:read", None) else (None, None)
     return StoragePage(
-        items=items, next_cursor=more, projects=_by_project(seen), size_bytes=sum(job.size_bytes for job in seen),
+        items=items, next_cursor=more,
+        projects=tuple(sorted(projects, key=lambda storage: (-storage.size_bytes, storage.project or ""))),
+        size_bytes=sum(job.size_bytes for job in seen),
         removable_bytes=sum(job.removable_bytes for job in seen), measured_at=measured.measured_at,
         incomplete=measured.incomplete, place="store" if in_store else "disk", disk_total_bytes=disk[0],
         disk_free_bytes=disk[1])
-
-
-def _by_project(jobs: Iterable[JobStorage]) -> tuple[ProjectStorage, ...]:
-    gathered: dict[str | None, list[JobStorage]] = defaultdict(list)
-    for job in jobs:
-        gathered[job.project].append(job)
-    made = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
-                           removable_bytes=sum(job.removable_bytes for job in held))
-            for project, held in gathered.items())
-    return tuple(sorted(made, key=lambda storage: (-storage.size_bytes, storage.project or "")))
 
 
 def _rank(job: JobStorage) -> tuple[int, str]:

@@ -210,19 +210,15 @@ class LivePages:
         stale_s = _REFRESH_S[key.job_id is not None and not page.is_broken]
         if is_due(version != page.version, age, stale_s, page.took_s):
             took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
-            self._deliver(key, page, message)
+            if message[0] not in (b"", page.message):
+                page.message, page.is_last = message
+                if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
+                    del self._pages[key]
+                page.wake()
             is_first = page.rendered_at == float("-inf")  # it compiles templates: no measure of the next
             page.took_s = 0.0 if is_first else took_s
             page.version, page.rendered_at, page.is_broken = version, time.monotonic(), not message[0]
         page.polled(_NOT_RENDERED if page.is_broken else "")
-
-    def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[bytes, bool]) -> None:
-        if message[0] in (b"", page.message):
-            return
-        page.message, page.is_last = message
-        if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
-            del self._pages[key]
-        page.wake()
 
     # The functions below run in a thread.
 

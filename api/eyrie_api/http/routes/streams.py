@@ -127,7 +127,7 @@ async def logs(
 ) -> Response:
     """The output of a stage program."""
     job = await to_thread.run_sync(control.jobs.get, job_id)
-    if not follow and await to_thread.run_sync(_read, control, job_id, stage, key or "", 0) is None:
+    if not follow and await to_thread.run_sync(control.files.log, job_id, stage, key or "", 0, _CHUNK) is None:
         started = (f"{status.stage} {status.key}".strip() for status in job.status.stages if status.started_at)
         raise NotFound(f"stage {stage} {key or ''} of job {job_id} has no log".replace("  ", " "),
                        f"it has: {', '.join(started) or 'no stage has started yet'}")
@@ -140,16 +140,12 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, reques
     offset = 0
     while not await request.is_disconnected():
         done = not follow or await to_thread.run_sync(_stage_ended, control, job_id, stage, key)
-        while data := await to_thread.run_sync(_read, control, job_id, stage, key, offset):
+        while data := await to_thread.run_sync(control.files.log, job_id, stage, key, offset, _CHUNK):
             offset += len(data)
             yield data
         if done:
             return
         await sleep(_LOG_POLLS * control.settings.sse_poll_s)
-
-
-def _read(control: Control, job_id: str, stage: str, key: str, offset: int) -> bytes | None:
-    return control.files.log(job_id, stage, key, offset, _CHUNK)
 
 
 def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
