@@ -83,10 +83,6 @@ class StorageUsage(Frozen):
     removable_bytes: int
 
 
-def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
-    return {job.id: JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None) for job in jobs}
-
-
 def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
     """(job, checkpoint) of everything an endpoint serves, may serve, or may roll back to."""
     return {(revision.job_id, revision.checkpoint) for endpoint in endpoints for revision in endpoint.revisions

@@ -28,7 +28,6 @@ from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
@@ -313,24 +312,16 @@ def logs(
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         shown = find_job(client, job)
-        named, key = pick_stage(shown, stage, key)
-        for line in client.logs(shown.id, named, key=key, follow=follow):
-            screen.line({"stage": named, "key": key, "line": line}, Text(printable(line)))
-
-
-def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
-    """The stage whose log to show: the given one, else the failed, the running or the last. Raises InvalidInput."""
-    started = [status for status in job.status.stages if status.started_at is not None]
-    candidates = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
-    if not candidates:
-        known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
-        raise InvalidInput(f"job {job.id} has no log of stage {stage or 'any'} {key}".rstrip(),
-                           f"it has: {known}" if known else "no stage has started yet")
-    for state in ("Failed", "Running"):
-        for status in candidates:
-            if status.state == state:
-                return status.stage, status.key
-    return candidates[-1].stage, candidates[-1].key
+        started = [status for status in shown.status.stages if status.started_at is not None]
+        matching = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
+        if not matching:
+            known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
+            raise InvalidInput(f"job {shown.id} has no log of stage {stage or 'any'} {key}".rstrip(),
+                               f"it has: {known}" if known else "no stage has started yet")
+        picked = next((status for state in ("Failed", "Running") for status in matching if status.state == state),
+                      matching[-1])
+        for line in client.logs(shown.id, picked.stage, key=picked.key, follow=follow):
+            screen.line({"stage": picked.stage, "key": picked.key, "line": line}, Text(printable(line)))
 
 
 @app.command()
@@ -500,7 +491,9 @@ def storage(
     read = partial(storage_usage.read_in_home, root) if place is None else place.read
     readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
     states = storage_usage.states_of(storage_usage.reused_by(storage_usage.that_have_not("Captured", jobs), read))
-    usage = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
+    facts = {job.id: storage_usage.JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None)
+             for job in jobs}
+    usage = storage_usage.plan_removal(storage_usage.group_files(files), facts, served,
                                        storage_usage.read_by(jobs) | states, failed_too=failed)
     freed = None
     if clean:

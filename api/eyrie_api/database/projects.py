@@ -19,7 +19,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import Action, ApiKey, CreateMember, CreateProject, Member, Project, Quotas, Role
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
-from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
+from eyrie_api.database.quotas import live_endpoints, live_jobs
 from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import ApiKeyRow, JobRow, MembershipRow, ProjectRow
 from eyrie_api.decisions.alerts import ExhaustedQuota
@@ -176,10 +176,10 @@ class Projects:
 
 
 def _render(session: Session, row: ProjectRow) -> Project:
-    return Project(name=row.name, description=row.description, quotas=render(Quotas, row),
-                   live_jobs=live_jobs(session, row.name),
-                   live_endpoints=live_endpoints(session, row.name), live_gpus=live_gpus(session, row.name),
-                   live_replicas=live_replicas(session, row.name), created_at=row.created_at)
+    jobs, gpus = live_jobs(session, row.name)
+    endpoints, replicas = live_endpoints(session, row.name)
+    return Project(name=row.name, description=row.description, quotas=render(Quotas, row), live_jobs=jobs,
+                   live_endpoints=endpoints, live_gpus=gpus, live_replicas=replicas, created_at=row.created_at)
 
 
 USED_EVERY_S = 60.0

@@ -104,7 +104,13 @@ def drift_hint(drift: LiveDrift) -> str:
 def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Iterable[AlertItem]:
     name, link, decision = job.spec.name or job.id, f"/console/jobs/{job.id}", job.status.decision
     if job.status.phase == "Failed":
-        yield _failed(job, name, link)
+        stage = next((status for status in job.status.stages if status.state == "Failed"), None)
+        condition = _condition(job.status.conditions, "Failed")
+        message, hint = _apart(condition.message if condition else "") if stage is None else (
+            stage.message or "", stage.hint or "")
+        yield AlertItem(
+            kind="job-failed", job_id=job.id, title=f"Job {name} failed{f' in {stage.stage}' if stage else ''}",
+            message=message, hint=hint, since=job.status.finished_at, link=link)
     waiting = next((stage for stage in job.status.stages if stage.reason in _PODS), None)
     if job.status.phase == "Running" and waiting is not None:
         kind, what = _PODS[waiting.reason or ""]
@@ -125,18 +131,6 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
             kind="not-promoted", job_id=job.id, title=f"Job {name} was not promoted: {decision.verdict}",
             message=summarize_decision(decision), since=job.status.finished_at, link=link,
             hint=f"run it again with changes, or serve it in spite of that ({promote})")
-
-
-def _failed(job: Job, name: str, link: str) -> AlertItem:
-    stage = next((status for status in job.status.stages if status.state == "Failed"), None)
-    if stage is None:
-        condition = _condition(job.status.conditions, "Failed")
-        message, hint = _apart(condition.message if condition else "")
-    else:
-        message, hint = stage.message or "", stage.hint or ""
-    return AlertItem(
-        kind="job-failed", job_id=job.id, title=f"Job {name} failed{f' in {stage.stage}' if stage else ''}",
-        message=message, hint=hint, since=job.status.finished_at, link=link)
 
 
 def _queued(jobs: Iterable[Job]) -> list[AlertItem]:

@@ -266,10 +266,18 @@ def canary(endpoint: Endpoint, canaries: Sequence[Canary]) -> Figure:
     body = share | {"width": 520}
     if any(row["tau"] is not None for row in rows):
         body = {"columns": 2, "concat": [share, _canary_acceptance(rows, y)]}
-    return figure("canary", _canary_title(endpoint, shown[-1]),
+    last = shown[-1]
+    name, given = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
+    if last.end is None:
+        title = f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {given}"
+    elif last.end.kind == "rejected":
+        title = f"{name} was rejected at {given}: {last.end.reason}"
+    else:
+        title = f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
+    return figure("canary", title,
                   "Each share of the requests that a new revision was given before all of them; a point is the "
                   "acceptance length of its rounds until then with the interval by which the watch judges (three "
-                  "standard errors), a tick the proven one.", rows, body, (shown[-1].end or shown[-1].steps[-1]).time)
+                  "standard errors), a tick the proven one.", rows, body, (last.end or last.steps[-1]).time)
 
 
 def _canary_acceptance(rows: list[Row], y: Row) -> Row:
@@ -314,15 +322,6 @@ def _canary_rows(endpoint: Endpoint, shown: Canary, all_of_them: Sequence[Canary
 
 def _is_running(endpoint: Endpoint, shown: Canary) -> bool:
     return shown.end is None and endpoint.desired == "on" and endpoint.candidate_revision == shown.revision
-
-
-def _canary_title(endpoint: Endpoint, last: Canary) -> str:
-    name, share = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
-    if last.end is None:
-        return f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {share}"
-    if last.end.kind == "rejected":
-        return f"{name} was rejected at {share}: {last.end.reason}"
-    return f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
 
 
 def _share(entry: HistoryEntry) -> float:

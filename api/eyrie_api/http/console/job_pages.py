@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport
 from eyrie_api.contract.stages import JOB_STAGES, STAGES, StageName
-from eyrie_api.contract.status import Job, JobReport, StageFile, StageStatus
+from eyrie_api.contract.status import Job, JobReport, StageFile
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.hardware_choice import sentence
@@ -136,16 +136,11 @@ def pipeline(job: Job) -> list[dict[str, Any]]:
     stages = []
     for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
         boxes = [status for status in job.status.stages if status.stage == stage]
-        stages.append({"stage": stage, "boxes": boxes, "state": _state(boxes)})
+        states = {box.state for box in boxes}
+        state = next((state for state in ("Failed", "Running", "Cancelled") if state in states),
+                     "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending")
+        stages.append({"stage": stage, "boxes": boxes, "state": state})
     return stages
-
-
-def _state(boxes: list[StageStatus]) -> str:
-    states = {box.state for box in boxes}
-    for state in ("Failed", "Running", "Cancelled"):
-        if state in states:
-            return state
-    return "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending"
 
 
 @dataclass(frozen=True)
