@@ -23,20 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from botocore.exceptions import ClientError
 
-from eyrie_api.artifacts import digest_bytes, digest_file, temporary_file
-from eyrie_api.artifacts.s3_client import (
-    ALREADY_EXISTS,
-    Bucket,
-    RangeNotSatisfiable,
-    abort,
-    changed,
-    code_of,
-    in_parts,
-    md5_base64,
-    run_all,
-    upload_in_parts,
-    upload_stream,
-)
+from eyrie_api.artifacts import digest_bytes, digest_file, s3_client, temporary_file
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
@@ -73,7 +60,7 @@ class S3Store:
                                "environment, never from a URL")
         self._prefix = directory_prefix(unquote(parts.path).lstrip("/"))
         self.url, self.parallel = f"s3://{parts.netloc}/{self._prefix}".rstrip("/"), options.parallel
-        self._bucket = Bucket(parts.netloc, options, self.url)
+        self._bucket = s3_client.Bucket(parts.netloc, options, self.url)
         self._conditional: bool | None = None
 
     def check(self) -> StoreCheck:
@@ -86,9 +73,9 @@ class S3Store:
                     self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
                     self._conditional = False
                 except ClientError as error:
-                    if code_of(error) not in (*ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
+                    if s3_client.code_of(error) not in (*s3_client.ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
                         raise
-                    self._conditional = code_of(error) in ALREADY_EXISTS
+                    self._conditional = s3_client.code_of(error) in s3_client.ALREADY_EXISTS
                 self._bucket.client.get_object(**place)["Body"].read()
             finally:
                 self._bucket.client.delete_object(**place)
@@ -139,20 +126,20 @@ class S3Store:
     def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
         digest, size = digest_file(source), source.stat().st_size
         if size > self._bucket.options.part_size_bytes:
-            upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
+            s3_client.upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
             return StoredObject(key, size, digest)
         data = source.read_bytes()
         if digest_bytes(data) != digest:
-            raise changed(source)
+            raise s3_client.changed(source)
         written = self.write(key, data)
         sent(size)
         return written
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
         if size_bytes > self._bucket.options.part_size_bytes:
-            upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
+            s3_client.upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
             return StoredObject(key, size_bytes, sha256)
-        data = next(in_parts(chunks, size_bytes + 1), b"")
+        data = next(s3_client.in_parts(chunks, size_bytes + 1), b"")
         if (len(data), digest_bytes(data)) != (size_bytes, sha256):
             raise other_bytes(key)
         return self.write(key, data)
@@ -164,7 +151,7 @@ class S3Store:
         step = self._bucket.options.part_size_bytes
         with temporary_file(target) as (file, temporary):
             os.truncate(file.fileno(), stored.size_bytes)
-            run_all(self.parallel, [
+            s3_client.run_all(self.parallel, [
                 partial(self._fetch, key, start, min(start + step, stored.size_bytes),
                         lambda at, chunk: os.pwrite(file.fileno(), chunk, at))
                 for start in range(0, stored.size_bytes, step)])
@@ -208,7 +195,7 @@ class S3Store:
             return 0
         for upload in uploads:
             if upload["Initiated"] <= before:
-                abort(self._bucket, upload["Key"], upload["UploadId"])
+                s3_client.abort(self._bucket, upload["Key"], upload["UploadId"])
                 swept += 1
         return swept
 
@@ -218,7 +205,7 @@ class S3Store:
     def _put(self, key: str, data: bytes, **conditions: str) -> StoredObject:
         digest = digest_bytes(data)
         self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest},
-                                       ContentMD5=md5_base64(data), **conditions)
+                                       ContentMD5=s3_client.md5_base64(data), **conditions)
         return StoredObject(key, len(data), digest)
 
     def _refuse_other(self, key: str, data: bytes) -> None:
@@ -246,7 +233,7 @@ class S3Store:
                         take(at, chunk)
                         at, attempt = at + len(chunk), 0
                 return digest
-            except RangeNotSatisfiable:
+            except s3_client.RangeNotSatisfiable:
                 return digest
             except StoreUnavailable:
                 attempt += 1

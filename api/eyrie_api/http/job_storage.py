@@ -21,17 +21,7 @@ from datetime import datetime
 from sqlalchemy import select
 
 from eyrie_api.access.scope import Scope
-from eyrie_api.artifacts.storage_usage import (
-    MAY_READ,
-    JobFacts,
-    RemovalDecision,
-    group_files,
-    named_by,
-    plan_removal,
-    reused_by,
-    served_by,
-    states_of,
-)
+from eyrie_api.artifacts import storage_usage
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
@@ -70,7 +60,7 @@ class JobOwner:
 
     name: str | None
     project: str
-    facts: JobFacts
+    facts: storage_usage.JobFacts
 
 
 def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
@@ -79,13 +69,13 @@ def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str,
     columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
     with database.reading() as session:
         rows = session.execute(columns).all()
-        owners = {row.id: JobOwner(row.name, row.project, JobFacts(
+        owners = {row.id: JobOwner(row.name, row.project, storage_usage.JobFacts(
             row.phase, (row.status.get("best") or {}).get("checkpoint"))) for row in rows}
         captured = {row.id for row in rows for condition in row.status.get("conditions", ())
                     if condition["type"] == "Captured" and condition["status"] == "True"}
-        capturing = [row.id for row in rows if row.phase in MAY_READ and row.id not in captured]
-        specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(MAY_READ))))
-        return owners, named_by(JobSpec.model_validate(spec) for spec in specs), capturing
+        capturing = [row.id for row in rows if row.phase in storage_usage.MAY_READ and row.id not in captured]
+        specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(storage_usage.MAY_READ))))
+        return owners, storage_usage.named_by(JobSpec.model_validate(spec) for spec in specs), capturing
 
 
 def have_run(database: Database) -> bool:
@@ -159,7 +149,7 @@ class JobStorageMeter:
             disk = total_and_free_bytes(self._settings.home)
         listing = _Bounded(files.all_files(), self._max_files, self._max_s)
         try:
-            items = group_files(listing)
+            items = storage_usage.group_files(listing)
         except OSError as error:
             log.warning("%s cannot be read: %s", error.filename, error.strerror)
             # Without the path: the caller may not be one who may know the job.
@@ -167,9 +157,10 @@ class JobStorageMeter:
                                       "the server's log names it; correct its owner and mode") from error
         # After the files: a job submitted meanwhile is known, and one deleted meanwhile is nobody's.
         jobs, read, capturing = read_owners(self._database)
-        read |= states_of(reused_by(capturing, files.record))
-        served = served_by(Endpoints(self._database).list().items)
-        decided = plan_removal(items, {job_id: job.facts for job_id, job in jobs.items()}, served, read).decisions
+        read |= storage_usage.states_of(storage_usage.reused_by(capturing, files.record))
+        served = storage_usage.served_by(Endpoints(self._database).list().items)
+        facts = {job_id: job.facts for job_id, job in jobs.items()}
+        decided = storage_usage.plan_removal(items, facts, served, read).decisions
         return Measurement(by_job(decided, jobs), measured_at, listing.incomplete, disk)
 
 
@@ -192,7 +183,7 @@ class _Bounded:
             yield file
 
 
-def by_job(decisions: Iterable[RemovalDecision], owners: dict[str, JobOwner]) -> tuple[JobStorage, ...]:
+def by_job(decisions: Iterable[storage_usage.RemovalDecision], owners: dict[str, JobOwner]) -> tuple[JobStorage, ...]:
     """Decisions grouped by job, the largest job first."""
     gathered: dict[str, list[StoredFiles]] = defaultdict(list)
     for decision in decisions:

@@ -51,13 +51,9 @@ router = APIRouter(tags=["console"], include_in_schema=False)
 HERE = Path(__file__).parent
 STATIC_PATH, SIGN_IN, SIGN_OUT = "/console/static/", "/console/sign-in", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
-STATIC = {"console.css": "text/css", "console.js": "text/javascript",
-          "vega.min.js": "text/javascript",
-          "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
-          "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
-           "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",
-           "curves.js": "text/javascript", "curves.css": "text/css",
-           "job.js": "text/javascript", "job.css": "text/css"}
+STATIC = {**dict.fromkeys(("console.css", "compare.css", "form.css", "admin.css", "curves.css", "job.css"), "text/css"),
+          **dict.fromkeys(("console.js", "vega.min.js", "vega-lite.min.js", "vega-interpreter.min.js", "compare.js",
+                           "form.js", "admin.js", "curves.js", "job.js"), "text/javascript")}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
