@@ -3,8 +3,8 @@ names of roles in data sets.
 
 A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
 directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). What a file
-holds is decided by its content, except parquet and compression, which the name must tell. Nothing walks a tree: users
-of the REST API give these paths.
+holds is decided by its content, except parquet and compression, which its name decides. No directory tree is walked,
+since users of the REST API give these paths.
 """
 
 import io

@@ -1,8 +1,8 @@
 """A disk without space: recognised in errors of the operating system and of libraries, and waited for.
 
-What meets it is stopped before it has lost anything, says so where it still can, and goes on when there is space:
-nobody has to retry a job. On a full disk no event, status or log can be written, so the control plane also looks at the
-disk itself when it is asked (`is_short`).
+Work that meets a full disk stops without losing anything, reports it where it can, and continues when there is space:
+no job has to be retried. On a full disk no event, status or log can be written, so the control plane also measures the
+free space when alerts are requested (`is_short`).
 """
 
 import errno
@@ -26,7 +26,7 @@ _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error is that of a disk without space; torch, safetensors and SQLite tell it only in words."""
+    """Whether an error means a disk without space; torch, safetensors and SQLite report it only in the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return any(words in str(error) for words in _WORDS)
@@ -46,14 +46,14 @@ def free_bytes(path: Path) -> int:
 
 
 def is_short(path: Path) -> bool:
-    """Whether what has to be written below `path` may soon not be."""
+    """Whether the file system of `path` has less than MIN_FREE_BYTES."""
     return free_bytes(path) < MIN_FREE_BYTES
 
 
 def disk_full(directory: Path) -> DiskFull:
     """The error of what was to be written in `directory`."""
     return DiskFull(f"the disk of {directory} is full: {free_bytes(directory) / 1e6:.0f} MB are free",
-                    "free space on it; it goes on by itself")
+                    "free space on it; the work continues by itself")
 
 
 def await_room(directory: Path, needed: int = MIN_FREE_BYTES, sleep: Callable[[float], None] = time.sleep) -> None:

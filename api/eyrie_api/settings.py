@@ -86,7 +86,8 @@ class Settings(FromVariables):
     """What the console asks for; some issuers name groups only with `openid groups`."""
 
     rate_limit_per_minute: int = Field(60_000, ge=1)
-    """Requests of one caller. High: it is there for programs that run away. Not asked on loopback without a token."""
+    """Requests of one caller. The default is high: it stops programs in endless loops. Not applied on loopback without
+    a token."""
 
     webhooks_allow_private: bool = False
     """Let webhooks go to private and loopback addresses too: for receivers in the same cluster."""
@@ -104,17 +105,17 @@ class Settings(FromVariables):
     """Larger request bodies are refused. A job spec is a few KiB."""
 
     lease_ttl_s: float = Field(30.0, gt=0.0)
-    """A driver that has not renewed its lease for so long is taken for dead."""
+    """A driver that has not renewed its lease within this time is replaced."""
 
     reconcile_interval_s: float = Field(2.0, gt=0.0)
-    """How often unfinished jobs without a live lease are looked for, and jobs in hand are advanced."""
+    """Interval at which unfinished jobs without a live lease are queried, and driven jobs are advanced."""
 
     retention_interval_s: float = Field(300.0, gt=0.0)
     idempotency_ttl_s: float = Field(24 * 3600.0, gt=0.0)
     """How long an Idempotency-Key is remembered."""
 
     outbox_ttl_s: float = Field(24 * 3600.0, gt=0.0)
-    """How long dispatched outbox rows are kept, for people who ask what happened."""
+    """How long dispatched outbox rows are kept, for inspection."""
 
     chore_queue: str | None = Field(None, min_length=1, max_length=128)
     """Name of the chores' queue at the broker; default: derived from the database's URL."""
@@ -125,7 +126,7 @@ class Settings(FromVariables):
 
     sse_heartbeat_s: float = Field(15.0, gt=0.0)
     sse_poll_s: float = Field(0.05, gt=0.0)
-    """How often new events are looked for, for all live streams of a process together."""
+    """Interval of the query for new events, one for all live streams of a process."""
 
     gpu_hour_prices: str | None = Field(None, pattern=r"^ *[^\s,=]+=[0-9.]+ *(, *[^\s,=]+=[0-9.]+ *)*$")
     """What an hour of a GPU costs, for plans: `NVIDIA-H100-80GB-HBM3=2.5,NVIDIA-B200=5`, by node label of the type."""

@@ -27,7 +27,7 @@ def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal
     filler = fill(disk)
     with pytest.raises(DiskFull, match="0 MB are free") as caught:
         local.start(job_dir, job_file(spec_of()))
-    assert "goes on by itself" in caught.value.hint
+    assert "continues by itself" in caught.value.hint
     filler.unlink()
     local.start(job_dir, job_file(spec_of()))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", 120.0)

@@ -6,8 +6,8 @@ The rules are those of OpenID Connect Core 1.0, sections 3.1.2 and 3.1.3, RFC 76
 - `PENDING_COOKIE` holds state, nonce and code verifier while the browser is at the issuer. It is SameSite=Lax, because
   the issuer's redirect comes from another site.
 - the session's cookie holds subject and groups. Roles are looked up in the database with each request; groups are the
-  issuer's at the time of signing in, which is why the session ends after an hour. The way back through the issuer is
-  one click, without a password while its own session lasts.
+  issuer's at the time of signing in, which is why the session ends after an hour. Signing in again takes one click, and
+  no password while the issuer's own session is valid.
 """
 
 import base64
@@ -65,15 +65,15 @@ class BrowserSignIn:
         """
         pending = {name: secrets.token_urlsafe(32) for name in ("state", "nonce", "verifier")}
         challenge = base64.urlsafe_b64encode(hashlib.sha256(pending["verifier"].encode()).digest()).rstrip(b"=")
-        asked = {"response_type": "code", "client_id": self._client_id, "redirect_uri": redirect_uri,
+        query = {"response_type": "code", "client_id": self._client_id, "redirect_uri": redirect_uri,
                  "scope": self._scopes, "state": pending["state"], "nonce": pending["nonce"],
                  "code_challenge": challenge.decode(), "code_challenge_method": "S256"}
         url = self.issuer.endpoint("authorization_endpoint")
-        return (f"{url}{'&' if '?' in url else '?'}{urlencode(asked)}",
+        return (f"{url}{'&' if '?' in url else '?'}{urlencode(query)}",
                 self._seal("pending", now_s + PENDING_S, **pending, to=local_path(to)))
 
     def finish(self, pending_cookie: str, redirect_uri: str, code: str, state: str, now_s: float) -> tuple[Claims, str]:
-        """Who signed in, and where to go. Raises Unauthorized, or IssuerUnavailable."""
+        """The identity of the user, and the path to go to. Raises Unauthorized, or IssuerUnavailable."""
         pending = self._open("pending", pending_cookie, now_s)
         if not secrets.compare_digest(str(pending["state"]).encode(), state.encode()):
             raise Unauthorized("the answer of the issuer belongs to another attempt to sign in", "sign in again")
@@ -90,7 +90,7 @@ class BrowserSignIn:
         if not isinstance(answered, dict):
             raise _away(self.issuer.url, f"status {answer.status_code}")
         if not isinstance(answered.get("id_token"), str):
-            # Its own words may hold the code; the error code of RFC 6749, section 5.2, holds nothing.
+            # The issuer's message may contain the code; the error code of RFC 6749, section 5.2, does not.
             raise Unauthorized(f"the issuer gave no id_token (status {answer.status_code}, "
                                f"error {str(answered.get('error', 'none'))[:60]!r})",
                                "sign in again; if it stays, check EYRIE_OIDC_CLIENT_ID, its secret, and that the "
@@ -108,7 +108,7 @@ class BrowserSignIn:
         return cookie
 
     def claims_of(self, cookie: str, now_s: float) -> Claims:
-        """Who a session's cookie is of. Raises Unauthorized."""
+        """The identity in a session's cookie. Raises Unauthorized."""
         session = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
         return Claims(str(session["subject"]), frozenset(map(str, session["groups"])))
 

@@ -110,7 +110,7 @@ class Bucket:
         if abs(behind_s) > _MAX_SKEW_S:
             return StoreUnavailable(f"{self.url} answered {code} for {what}: this machine's clock is {behind_s:.0f} s "
                                     "behind the store's, and signatures of another time are refused",
-                                    "set the clock; it goes on by itself")
+                                    "set the clock; the work continues by itself")
         return StoreAccessDenied(f"{self.url} answered {code} for {what}",
                             "check EYRIE_ARTIFACTS_*, the credentials, their permissions and the clock")
 

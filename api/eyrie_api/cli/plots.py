@@ -28,7 +28,7 @@ class NoPlotLibrary(Permanent):
 
 
 def figures_of_job(client: Client, job_id: str) -> tuple[Figure, ...]:
-    """What its page shows: the training's curves and everything measured."""
+    """The figures of the job's page: the training curves and everything measured."""
     return (*training_figures(client.curves(job_id)), *client.figures(job_id))
 
 

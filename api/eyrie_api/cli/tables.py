@@ -305,7 +305,7 @@ def planned_words(planned: PlannedStages) -> str:
 
 
 def _store_view(plan: Plan) -> list[RenderableType]:
-    """The use of the object store by stage, and its money; nothing where there is none."""
+    """The use of the object store by stage, and its cost; empty without an object store."""
     uses = [(f"{stage.stage} {stage.key}".rstrip(), stage.store) for stage in plan.stages if stage.store is not None]
     if not uses:
         return []

@@ -175,8 +175,8 @@ def _watch_live(source: Client, job: Job, feed: _EventReader, screen: Screen) ->
 
 
 def _watch_lines(source: Client, job: Job, feed: _EventReader, screen: Screen) -> Job:
-    said: dict[tuple[str, str], str] = {}
-    said_at, was_away = time.monotonic(), False
+    printed: dict[tuple[str, str], str] = {}
+    printed_at, was_away = time.monotonic(), False
     while True:
         for event in feed.take():
             screen.line(event, event_text(event))
@@ -186,12 +186,12 @@ def _watch_lines(source: Client, job: Job, feed: _EventReader, screen: Screen) -
             for event in feed.take():
                 screen.line(event, event_text(event))
             return job
-        if not screen.as_json and time.monotonic() - said_at >= _LINE_EVERY_S:
-            said_at = time.monotonic()
+        if not screen.as_json and time.monotonic() - printed_at >= _LINE_EVERY_S:
+            printed_at = time.monotonic()
             for stage in job.status.stages:
                 words = progress_text(stage.progress, stage.state) if stage.state == "Running" else ""
-                if words and said.get((stage.stage, stage.key)) != words:
-                    said[stage.stage, stage.key] = words
+                if words and printed.get((stage.stage, stage.key)) != words:
+                    printed[stage.stage, stage.key] = words
                     screen.out.print(f"{stage.stage}{'/' + stage.key if stage.key else ''}: {words}", soft_wrap=True)
         time.sleep(_POLL_S)
         job, away = _fresh(source, job)

@@ -43,7 +43,7 @@ class DrafterSpec(Frozen):
 
     max_draft_tokens: int | None = Field(None, ge=1, le=16)
     """How far `medusa`, `hydra` and `dflash` can look ahead: their heads, or their block less its first token. Default:
-    train.ttt_length. The other families go as deep as they are asked."""
+    train.ttt_length. The other families have no such limit."""
 
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""

@@ -172,12 +172,12 @@ class Jobs:
         return job
 
     def _accept(self, session: Session, resolved: ResolvedJob, project: str | None, submitted: JobSpec) -> Job:
-        spec, asked = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+        spec, named = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
-        project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
+        project = named or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
-        if asked is not None:
-            check_job(session, asked, spec, resolved.demand)
+        if named is not None:
+            check_job(session, named, spec, resolved.demand)
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)

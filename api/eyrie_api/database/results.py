@@ -86,8 +86,8 @@ class Results:
             (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),
         ):
             query = query if value is None else query.where(column == value)
-        for flag, asked in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
-            query = query if asked is None else query.where(flag.is_(asked))
+        for flag, state in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
+            query = query if state is None else query.where(flag.is_(state))
         with self._database.reading() as session:
             return tuple(ResultRecord(MeasuredCheckpoint(
                 row.job_id, row.family, row.target, row.tuned, BenchmarkReport.model_validate(row.report)),

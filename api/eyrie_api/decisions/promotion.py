@@ -93,7 +93,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         if incumbent is not None:
             checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
         checks += over_rivals if policy.must_beat == "rivals" else []
-    checks += _asked_of_proof(policy, candidate, required_suites, proof)
+    checks += _proof_checks(policy, candidate, required_suites, proof)
     if policy.must_beat == "rivals" and proof is not None and proof.load is not None and _has_variant(proof, RIVAL):
         checks.append(_beats_under_load(policy, proof.load, RIVAL))
     passed = all(check.passed for check in checks)
@@ -322,8 +322,8 @@ def _relative_width(report: BenchmarkReport) -> float:
 # Checks of the proof.
 
 
-def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
-                    proof: ProveReport | None) -> Iterator[PromotionCheck]:
+def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
+                  proof: ProveReport | None) -> Iterator[PromotionCheck]:
     if proof is not None and proof.use.setting.method == "off":
         return
     if proof is None or proof.parity is None or proof.load is None:

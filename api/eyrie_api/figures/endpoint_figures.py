@@ -71,7 +71,7 @@ def list_figures(seen: Watched) -> FigureList:
                        "count accepted tokens without their positions"))
     elif seen.windows:
         absent.append(("acceptance-by-position", "acceptance by position is not known of these windows: no draft token "
-                       "was accepted, or an earlier version recorded them"))
+                       "was accepted"))
     absent.append(("canary", "no canary yet: a new revision gets a share of the requests first "
                    "(promotion.canary.shares) while another one serves; on a cluster a Gateway has to divide them"))
     return FigureList(

@@ -1,4 +1,4 @@
-"""The curves of a training: which charts there are, and how their values follow from the metrics of a job.
+"""The curves of a training run: which charts there are, and how their values follow from the metrics of a job.
 
 `CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
 draws that answer, of chosen runs and steps, and again whenever values arrive (`static/curves.js`); `eyrie plots` draws
@@ -73,7 +73,7 @@ def speedups(run: Metrics) -> list[Line]:
 
 X_LABEL = "optimiser step"
 CHARTS = (
-    CurveChart("training-loss", "Loss", "Of the training's batches and of its evaluations.", "loss",
+    CurveChart("training-loss", "Loss", "Of the training batches and of the evaluations.", "loss",
                logged("loss", "evaluation_loss")),
     CurveChart("training-acceptance", "Conditional acceptance by position",
                "How often the draft token at a position is accepted, given that the one before was; of evaluations.",

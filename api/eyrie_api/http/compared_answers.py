@@ -146,7 +146,7 @@ class ServedEndpoint:
     """The one without."""
 
     own_urls: Mapping[int, str]
-    """Base URLs of revisions alone, by number. The others are asked for at `url` by a header, which a gateway of ours
+    """Base URLs of single revisions, by number. The others are requested at `url` with a header that Eyrie's gateway
     reads."""
 
     recorded: RecordedRun | None = None
@@ -268,7 +268,7 @@ class ProofRecording:
     """See `RecordedRun`."""
 
     def run(self, prompt: str) -> RecordedRun | None:
-        """In place of the undrafted run; None for a prompt that was not asked."""
+        """In place of the undrafted run; None for a prompt without a recorded answer."""
         return next((RecordedRun(
             run="undrafted", job_id=self.job_id, text=answer.text, num_tokens=answer.num_tokens, is_cut=answer.is_cut,
             tokens_per_s=self.tokens_per_s) for answer in self.answers if answer.prompt == prompt), None)

@@ -128,7 +128,7 @@ class JobStorageMeter:
             latest = running
         if latest is None:
             raise StorageNotMeasured("the files of jobs are being measured for the first time since the server started",
-                                     "ask again in a few seconds")
+                                     "try again in a few seconds")
         return latest.result()
 
     def _run(self, outcome: "Future[Measurement]") -> None:
@@ -155,7 +155,7 @@ class JobStorageMeter:
             # Without the path: the caller may not be one who may know the job.
             raise JobFilesUnavailable(f"a directory of a job cannot be read: {error.strerror}",
                                       "the server's log names it; correct its owner and mode") from error
-        # After the files: a job submitted meanwhile is known, and one deleted meanwhile is nobody's.
+        # After the files: a job that was submitted meanwhile has an owner, and one that was deleted has none.
         jobs, read, capturing = read_owners(self._database)
         read |= storage_usage.states_of(storage_usage.reused_by(capturing, files.record))
         served = storage_usage.served_by(Endpoints(self._database).list().items)

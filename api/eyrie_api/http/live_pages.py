@@ -1,7 +1,7 @@
 """Fan-out of console pages to their streams: each page is rendered once per process for all who may see the same.
 
-A page that asked for itself every few seconds would be rendered for each reader, changed or not. Here one task per
-process renders, in one thread of its own, and every stream of a page passes the same text on.
+If each browser requested its page every few seconds, the page would be rendered for each reader, changed or not. Here
+one task per process renders, in one thread of its own, and every stream of a page sends the same text.
 
     version   of all jobs with open pages, by two statements per poll: status, last event, stages with progress
     render    the pages whose version has changed, and those that are `_REFRESH_S` old: what they show of time, of the
@@ -186,8 +186,9 @@ class LivePages:
                 del self._pages[key]
 
     def _heartbeat(self, stale: tuple[datetime, str] | None) -> bytes:
-        said = None if stale is None else {"since": stale[0].isoformat(), "reason": stale[1]}
-        return f"event: heartbeat\ndata: {json.dumps({'interval_s': self._heartbeat_s, 'stale': said})}\n\n".encode()
+        reported = None if stale is None else {"since": stale[0].isoformat(), "reason": stale[1]}
+        data = json.dumps({"interval_s": self._heartbeat_s, "stale": reported})
+        return f"event: heartbeat\ndata: {data}\n\n".encode()
 
     async def _poll(self) -> None:
         """Poll for as long as there are readers."""

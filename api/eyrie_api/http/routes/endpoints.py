@@ -79,7 +79,7 @@ def _watched(name: str, control: Control) -> endpoint_figures.Watched:
 
 @router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")
 def promote(name: Name, request: PromoteRequest, control: RequestControl) -> Endpoint:
-    """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
+    """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not applied."""
     job_id = request.job_id
     job, result = control.jobs.resolved(job_id), control.results.find(job_id, request.checkpoint)
     report = result.measured.report
