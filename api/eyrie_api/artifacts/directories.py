@@ -66,7 +66,9 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
         store.upload(f"{prefix}/{name}", path)
         return size
 
-    moved = _move(store.parallel, send, (name for name in _visible(directory) if name != MANIFEST))
+    names = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
+    visible = [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
+    moved = _move(store.parallel, send, (name for name in visible if name != MANIFEST))
     if finished:
         store.write_once(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
     return moved
@@ -107,11 +109,6 @@ def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry:
         return None
     store.download(key, path, sha256=entry.sha256 if entry else None)
     return path.stat().st_size
-
-
-def _visible(directory: Path) -> list[str]:
-    names = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
-    return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]) -> TransferStats:

@@ -118,7 +118,16 @@ def ask(settings: ChatSettings, messages: list[dict[str, Any]], on_text: Callabl
         with httpx.stream("POST", url, json=body, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)) as answer:
             if answer.status_code != 200:
                 answer.read()
-                raise _refusal(answer)
+                try:
+                    error = answer.json().get("error", {})
+                except (ValueError, AttributeError):
+                    error = {}
+                message = error.get("message") or answer.text[:200] or answer.reason_phrase
+                hint = error.get("hint") or "correct the request"
+                if answer.status_code in (429, 503):
+                    raise Transient(f"the endpoint is not ready: {message}", hint)
+                raise AnswerRefused(
+                    f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)
             for line in answer.iter_lines():
                 data = line.removeprefix("data:").strip()
                 if line.startswith("data:") and data != "[DONE]":
@@ -195,15 +204,3 @@ def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], n
     if details := (chunk.get("sglext") or {}).get("spec_tokens_details"):
         reply.acceptance_length = details.get("spec_accept_length")
         reply.verify_rounds = details.get("spec_verify_ct")
-
-
-def _refusal(answer: httpx.Response) -> EyrieError:
-    try:
-        error = answer.json().get("error", {})
-    except (ValueError, AttributeError):
-        error = {}
-    message = error.get("message") or answer.text[:200] or answer.reason_phrase
-    hint = error.get("hint") or "correct the request"
-    if answer.status_code in (429, 503):
-        return Transient(f"the endpoint is not ready: {message}", hint)
-    return AnswerRefused(f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)

@@ -368,18 +368,13 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
             words += ", and its interval reaches below 1 (promotion.require_confidence)"
     yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, words=words)
     yield _first_token(policy, load, seen, users)
-    yield from _answered(load, users)
-
-
-def _answered(load: LoadReport, users: int) -> Iterator[PromotionCheck]:
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
-    if mine is None or bare is None:
-        return
-    failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
-    failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
-    yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed), bound=float(excused),
-                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({failures}), {excused} "
-                               "without a drafter")
+    if mine is not None and bare is not None:
+        failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
+        failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
+        yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed),
+                             bound=float(excused), words=f"{_at(users)}: {failed} of {mine.requests} requests failed "
+                                                         f"({failures}), {excused} without a drafter")
 
 
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:

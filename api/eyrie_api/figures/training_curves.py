@@ -106,22 +106,20 @@ def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
     # run-2 before run-10: text and numbers alternate.
     runs = {key: values[key] for key in sorted(values, key=lambda key: [
         int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))])}
+    charts = []
+    for chart in CHARTS:
+        curves = tuple(
+            contract.Curve(key=key, name=name, number=place, steps=steps,
+                           values=tuple(rounded(points[step]) for step in steps))
+            for key, run in runs.items() for place, name, points in chart.lines(run)
+            for steps in (tuple(sorted(points)),))
+        charts.append(contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
+                                     y_label=chart.y_label, curves=curves))
     return contract.TrainingCurves(
-        charts=tuple(_filled(chart, runs) for chart in CHARTS),
+        charts=tuple(charts),
         runs=tuple(_run(key, run) for key, run in runs.items()),
         rungs=_rungs(runs), themes=THEMES,
         dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
-
-
-def _filled(chart: CurveChart, runs: Mapping[str, Metrics]) -> contract.Chart:
-    curves = []
-    for key, run in runs.items():
-        for place, name, values in chart.lines(run):
-            steps = tuple(sorted(values))
-            curves.append(contract.Curve(key=key, name=name, number=place, steps=steps,
-                                         values=tuple(rounded(values[step]) for step in steps)))
-    return contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
-                          y_label=chart.y_label, curves=tuple(curves))
 
 
 def _run(key: str, run: Metrics) -> contract.CurveRun:
