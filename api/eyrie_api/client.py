@@ -409,8 +409,8 @@ class Client:
     # HTTP.
 
     def _get(self, path: str, model: type[ModelT], **params: Any) -> ModelT:
-        given = {name: value for name, value in params.items() if value is not None and value != []}
-        return self._parse(self._request("GET", path, params=given), model)
+        query = {name: value for name, value in params.items() if value is not None and value != []}
+        return self._parse(self._request("GET", path, params=query), model)
 
     def _post(self, path: str, model: type[ModelT], body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> ModelT:

@@ -51,13 +51,13 @@ def is_pattern(path: str) -> bool:
 def data_files(path: str) -> list[Path]:
     """The files that a path names, in the order of their names; empty where there is none, or none may be listed."""
     try:
-        given = Path(path).expanduser()
-        if given.is_file():
-            return [given]
-        if given.is_dir():
-            files = [file for file in given.iterdir() if file.name.endswith(SUFFIXES)]
+        location = Path(path).expanduser()
+        if location.is_file():
+            return [location]
+        if location.is_dir():
+            files = [file for file in location.iterdir() if file.name.endswith(SUFFIXES)]
         else:
-            files = [file for file in given.parent.iterdir() if fnmatchcase(file.name, given.name)] \
+            files = [file for file in location.parent.iterdir() if fnmatchcase(file.name, location.name)] \
                 if is_pattern(path) else []
         return sorted(file for file in files if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user

@@ -92,8 +92,8 @@ def id_of(text: str) -> str:
 def verify_key(text: str, record: KeyRecord | None, now: datetime) -> Principal:
     """The principal of a key. Raises Unauthorized, with the same message for a wrong secret and an unknown id."""
     secret = text[-_SECRET_LENGTH - _CHECK_LENGTH:-_CHECK_LENGTH]
-    kept = record.secret_sha256 if record is not None else _digest("")
-    if not hmac.compare_digest(_digest(secret), kept) or record is None or record.id != id_of(text):
+    stored_digest = record.secret_sha256 if record is not None else _digest("")
+    if not hmac.compare_digest(_digest(secret), stored_digest) or record is None or record.id != id_of(text):
         raise Unauthorized("unknown API key", "check that it was created on this server, or create a new one")
     if record.revoked_at is not None and record.revoked_at <= now:
         raise Unauthorized(f"API key {record.id} was revoked", "create a new one")

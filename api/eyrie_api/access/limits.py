@@ -97,7 +97,7 @@ class SharedBuckets:
             return await self._meanwhile.take(name, per_minute)
         rate, capacity = _shape(per_minute)
         try:
-            given, wait_ms = await self._take(keys=[f"eyrie-limit:{name}"],
+            taken, wait_ms = await self._take(keys=[f"eyrie-limit:{name}"],
                                               args=[rate, capacity, max(1, int(rate * _LOT_S))])
         except (RedisError, OSError) as error:
             log.warning("Redis does not answer (%s): rate limits are this server's own for now", type(error).__name__)
@@ -105,7 +105,7 @@ class SharedBuckets:
             return await self._meanwhile.take(name, per_minute)
         if len(self._lots) >= _MAX_BUCKETS:
             self._lots.clear()
-        self._lots[name] = (int(given) - 1, now + _LOT_KEPT_S)
+        self._lots[name] = (int(taken) - 1, now + _LOT_KEPT_S)
         return float(wait_ms) / 1000
 
 

@@ -202,8 +202,8 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     upload, uploaded = _resume(bucket, record_file, wanted)
     if not upload.upload_id:
         with bucket.translating_errors(key):
-            made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
-        upload = upload.model_copy(update={"upload_id": made["UploadId"]})
+            created = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
+        upload = upload.model_copy(update={"upload_id": created["UploadId"]})
     recorded = True
     try:
         write_atomically(record_file, upload.model_dump_json())
@@ -229,9 +229,9 @@ def upload_stream(bucket: Bucket, key: str, chunks: Iterable[bytes], size: int, 
     other, each tried again while the store is away. Resumes nothing."""
     part_size = max(bucket.options.part_size_bytes, math.ceil(size / _MAX_PARTS))
     with bucket.translating_errors(key):
-        made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
+        created = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
     upload = Upload(url=bucket.url, key=key, sha256=sha256, size_bytes=size, part_size_bytes=part_size,
-                    upload_id=made["UploadId"])
+                    upload_id=created["UploadId"])
     sha, sent, etags = hashlib.sha256(), 0, dict[int, str]()
     try:
         for number, data in enumerate(in_parts(chunks, part_size), start=1):

@@ -167,17 +167,17 @@ MIN_PART_BYTES = 5 * 2**20
 
 
 def from_variables(kind: type[VariablesT], prefix: str, environ: Mapping[str, str] | None = None,
-                   secret: Collection[str] = (), **given: object) -> VariablesT:
+                   secret: Collection[str] = (), **given_values: object) -> VariablesT:
     """Settings from the variables named after their fields, but for those given. Raises InvalidInput naming the
     variable that is wrong.
 
     secret   fields whose values the error does not contain, because messages reach logs
     """
     environ = os.environ if environ is None else environ
-    names = {name: prefix + name.upper() for name in kind.model_fields if name not in given}
+    names = {name: prefix + name.upper() for name in kind.model_fields if name not in given_values}
     values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
     try:
-        return kind.model_validate(values | given)
+        return kind.model_validate(values | given_values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])

@@ -56,23 +56,23 @@ def store_prices(text: str | None, endpoint_url: str | None) -> StorePrices | No
     """
     host = re.sub(r"^https?://|[:/].*$", "", endpoint_url or "https://s3.amazonaws.com")
     row = STORES.get(next((name for suffix, name in _HOSTS if host.endswith(suffix)), ""))
-    given: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for part in (piece.strip() for piece in (text or "").split(",")):
         field, is_price, number = part.partition("=")
         if is_price and field in _FIELDS and re.fullmatch(r"\d+(\.\d+)?", number):
-            given[field] = float(number)
+            prices[field] = float(number)
         elif part in STORES:
             row = STORES[part]
         elif part:
             raise ValueError(f"{part!r} is neither a known store ({', '.join(STORES)}) nor a price like storage=20 "
                              f"({', '.join(_FIELDS)})")
-    if not given:
+    if not prices:
         return row
     if row is None:
-        missing = [field for field in _FIELDS[:3] if field not in given]
+        missing = [field for field in _FIELDS[:3] if field not in prices]
         if missing:
             raise ValueError(f"{', '.join(missing)} is missing, and no known store is named")
-        return StorePrices("of EYRIE_STORE_PRICES", source="EYRIE_STORE_PRICES", **given)
-    changed = StorePrices(row.name, given.get("storage", row.storage), given.get("put", row.put),
-                          given.get("get", row.get), "", given.get("traffic", row.traffic))
-    return replace(changed, source=f"{row.source}; {', '.join(given)} of EYRIE_STORE_PRICES")
+        return StorePrices("of EYRIE_STORE_PRICES", source="EYRIE_STORE_PRICES", **prices)
+    changed = StorePrices(row.name, prices.get("storage", row.storage), prices.get("put", row.put),
+                          prices.get("get", row.get), "", prices.get("traffic", row.traffic))
+    return replace(changed, source=f"{row.source}; {', '.join(prices)} of EYRIE_STORE_PRICES")

@@ -62,9 +62,10 @@ def keys_create(
     wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes, everywhere=everywhere,
                       **({} if days is None else {"expires_in_days": days or None}))
     with connect(server, project) as client:
-        made = client.create_key(wanted)
-    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} of {made.key.project or 'every project'}: "
-                                                       "shown only once; use it as EYRIE_TOKEN")
+        created = client.create_key(wanted)
+    key = created.key
+    _show_once(screen, {"key": key}, created.secret,
+               f"key {key.id} of {key.project or 'every project'}: shown only once; use it as EYRIE_TOKEN")
 
 
 @keys_app.command("list")
@@ -99,8 +100,8 @@ def keys_rotate(
     """Replace a key by a new one with the same permissions."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
-        made = client.rotate_key(key, overlap_s)
-    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} replaces {key}; shown only once")
+        created = client.rotate_key(key, overlap_s)
+    _show_once(screen, {"key": created.key}, created.secret, f"key {created.key.id} replaces {key}; shown only once")
 
 
 @projects_app.command("list")
@@ -121,8 +122,8 @@ def projects_create(
 ) -> None:
     """Create a project."""
     with connect(server) as client:
-        made = client.create_project(_checked(CreateProject, name=name, description=description))
-    Screen(as_json=as_json).show(made, _projects([made]))
+        created = client.create_project(_checked(CreateProject, name=name, description=description))
+    Screen(as_json=as_json).show(created, _projects([created]))
 
 
 @projects_app.command("quotas")
@@ -174,8 +175,8 @@ def projects_add_member(
     wanted = _checked(CreateMember, kind="group" if subject is None else "subject", value=subject or group,
                       role=_one_of(role, Role, "--role"), issuer=issuer)
     with connect(server) as client:
-        made = client.add_member(name, wanted)
-    Screen(as_json=as_json).show(made, Text(f"{made.kind} {made.value} is {made.role} in {made.project}."))
+        member = client.add_member(name, wanted)
+    Screen(as_json=as_json).show(member, Text(f"{member.kind} {member.value} is {member.role} in {member.project}."))
 
 
 @projects_app.command("remove-member")
@@ -287,10 +288,10 @@ def _show_once(screen: Screen, made: dict[str, Any], secret: str, note: str) -> 
     screen.note(note)
 
 
-def _one_of(given: str, kind: Any, flag: str) -> str:
-    if given not in get_args(kind):
-        raise InvalidInput(f"{flag} {given!r} is not known", f"give one of {', '.join(get_args(kind))}")
-    return given
+def _one_of(value: str, kind: Any, flag: str) -> str:
+    if value not in get_args(kind):
+        raise InvalidInput(f"{flag} {value!r} is not known", f"give one of {', '.join(get_args(kind))}")
+    return value
 
 
 def _checked(model: Any, **fields: Any) -> Any:

@@ -165,17 +165,17 @@ def talk(settings: ChatSettings, opening: list[dict[str, Any]], screen: Screen) 
     messages = list(opening)
     while True:
         try:
-            said = screen.out.input(Text("> ", "bold cyan")).strip()
+            line = screen.out.input(Text("> ", "bold cyan")).strip()
         except EOFError:
             return
-        if said in ("/exit", "/quit"):
+        if line in ("/exit", "/quit"):
             return
-        if said == "/reset":
+        if line == "/reset":
             messages = list(opening)
             continue
-        if not said:
+        if not line:
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": line})
         try:
             reply = say(settings, messages, screen)
         except EyrieError as error:

@@ -386,9 +386,9 @@ def plots_(
     """Write the figures of a job or an endpoint, those of its console page, as SVG or PNG files."""
     if (job is None) == (endpoint is None):
         raise InvalidInput("give a job or --endpoint, and not both", "eyrie plots JOB, or eyrie plots --endpoint NAME")
-    for flag, given, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
-        if given not in known:
-            raise InvalidInput(f"{flag} {given!r} is not known", f"give {' or '.join(known)}")
+    for flag, value, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
+        if value not in known:
+            raise InvalidInput(f"{flag} {value!r} is not known", f"give {' or '.join(known)}")
     with connect(server) as client:
         figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
             client, find_job(client, job or "").id)
@@ -449,9 +449,9 @@ def delete(
         doomed = find_job(client, job)
         if not yes and not as_json:
             typer.confirm(f"Delete job {doomed.id} and every file it wrote?", abort=True)
-        gone = client.delete(doomed.id)
-    words = "deleted." if gone else "is being cancelled and will be deleted once it has stopped."
-    Screen(as_json=as_json).show({"id": doomed.id, "deleted": gone}, f"Job {doomed.id} {words}")
+        is_deleted = client.delete(doomed.id)
+    words = "deleted." if is_deleted else "is being cancelled and will be deleted once it has stopped."
+    Screen(as_json=as_json).show({"id": doomed.id, "deleted": is_deleted}, f"Job {doomed.id} {words}")
 
 
 @app.command()

@@ -52,8 +52,8 @@ def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def ago(moment: datetime, now: datetime) -> str:
-    return f"{duration((now - moment).total_seconds())} ago"
+def ago(time: datetime, now: datetime) -> str:
+    return f"{duration((now - time).total_seconds())} ago"
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:

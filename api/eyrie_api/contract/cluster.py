@@ -140,12 +140,12 @@ class ClusterProfile(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_one_model_cache(cls, given: object) -> object:
-        serving = given.get("serving") if isinstance(given, dict) else None
+    def _has_one_model_cache(cls, document: object) -> object:
+        serving = document.get("serving") if isinstance(document, dict) else None
         if isinstance(serving, dict) and "model_cache_claim" in serving:
             raise ValueError("cluster profile: serving.model_cache_claim is no longer a field: write model_cache: "
                              f"{{claim: {serving['model_cache_claim']}}} in the profile, for stages and engines")
-        return given
+        return document
 
     @model_validator(mode="after")
     def _work_is_shared(self) -> "ClusterProfile":

@@ -291,10 +291,10 @@ class Jobs:
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
             old = JobStatus.model_validate(row.status)
-            kept = tuple(condition for condition in old.conditions if condition.type not in ENDS)
+            remaining = tuple(condition for condition in old.conditions if condition.type not in ENDS)
             row.status = old.model_copy(update={
-                "conditions": kept, "attempt": row.attempt, "phase": "Pending", "finished_at": None, "run_id": None,
-            }).model_dump(mode="json")
+                "conditions": remaining, "attempt": row.attempt, "phase": "Pending", "finished_at": None,
+                "run_id": None}).model_dump(mode="json")
             row.updated_at = self._clock()
             session.execute(update(StageRow).where(
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
@@ -551,9 +551,9 @@ def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
                               "order_by": (parted.c.value, parted.c.step)}
     ranked = select(parted, func.lag(parted.c.step).over(**rising).label("less"),
                     func.lead(parted.c.step).over(**rising).label("greater")).subquery()
-    kept = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
+    is_shown = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
                ranked.c.less.is_(None), ranked.c.greater.is_(None))
-    return select(*(ranked.c[column.name] for column in points.c)).where(kept)
+    return select(*(ranked.c[column.name] for column in points.c)).where(is_shown)
 
 
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:

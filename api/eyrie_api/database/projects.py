@@ -150,7 +150,7 @@ class Projects:
 
     def _revoke_keys_of_former(self, session: Session, removed: MembershipRow) -> None:
         """Revoke the project's keys that former members have created, and the keys created with those."""
-        kept = set(session.scalars(select(MembershipRow.value).where(
+        members = set(session.scalars(select(MembershipRow.value).where(
             MembershipRow.project == removed.project, MembershipRow.issuer == removed.issuer,
             MembershipRow.kind == "subject")))
         prefix, now = f"user:{removed.issuer}#", self._clock()
@@ -161,7 +161,7 @@ class Projects:
         for row in rows:  # in order of creation, so that a key comes after the one that created it
             subject = row.created_by.removeprefix(prefix)
             is_former = row.created_by.startswith(prefix) and (
-                subject == removed.value if removed.kind == "subject" else subject not in kept)
+                subject == removed.value if removed.kind == "subject" else subject not in members)
             if is_former or row.created_by in revoked:
                 revoked.add(f"key:{row.id}")
                 row.revoked_at = now
@@ -210,12 +210,12 @@ class ApiKeys:
         project = None if wanted.everywhere else self._scope.home("keys:write")
         if project is None:
             self._scope.check_installation("keys:write")
-        made = self._mint(wanted, project)
+        new_key = self._mint(wanted, project)
         with self._database.writing() as session:
-            row = _key_row(made.record, project, wanted.role)
+            row = _key_row(new_key.record, project, wanted.role)
             session.add(row)
             record_change(session, self._scope, self._clock, "key.create", f"key/{row.id}", project)
-            return render(ApiKey, row), made.text
+            return render(ApiKey, row), new_key.text
 
     def list(self) -> tuple[ApiKey, ...]:
         """The keys that the scope may read, newest first, revoked ones included."""
@@ -243,14 +243,14 @@ class ApiKeys:
             if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
                 raise Conflict(f"key {key_id} has ended", "create a new one")
             record = _record(row)
-            made = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
+            new_key = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
                                      scopes=record.scopes, expires_at=row.expires_at), row.project)
             row.revoked_at = now + timedelta(seconds=overlap_s)
-            new = _key_row(made.record, row.project, row.role)
+            new = _key_row(new_key.record, row.project, row.role)
             session.add(new)
             record_change(session, self._scope, self._clock, "key.rotate", f"key/{key_id}", row.project)
             record_change(session, self._scope, self._clock, "key.create", f"key/{new.id}", row.project)
-            return render(ApiKey, new), made.text
+            return render(ApiKey, new), new_key.text
 
     def find(self, key_id: str) -> KeyRecord | None:
         """The stored part of a key, for authentication; not filtered by the scope."""

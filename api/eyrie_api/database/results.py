@@ -112,7 +112,7 @@ class Results:
         """With what the sweeps of their jobs say. Race: a job that was deleted since its results were read has none."""
         query = query_of(JobRow.id, JobRow.submission).where(JobRow.id.in_({entry.job_id for entry in entries}))
         with self._database.reading() as session:
-            axes = {(job_id, candidate["name"]): candidate["axes"] for job_id, kept in session.execute(query)
-                    if kept is not None for candidate in kept["resolved"]["candidates"]}
+            axes = {(job_id, candidate["name"]): candidate["axes"] for job_id, submission in session.execute(query)
+                    if submission is not None for candidate in submission["resolved"]["candidates"]}
         return tuple(entry.model_copy(update={"axes": axes.get((entry.job_id, entry.candidate), {})})
                      for entry in entries)

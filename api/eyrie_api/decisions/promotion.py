@@ -106,13 +106,13 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     serves = incumbent is not None or _has_variant(proof, INCUMBENT)
     if not serves:
         reasons.append("no incumbent: compared with no drafter alone")
-    kept: Verdict = "keep-incumbent" if serves else "no-drafter"
-    verdict: Verdict = "promote" if passed else kept
+    unchanged: Verdict = "keep-incumbent" if serves else "no-drafter"
+    verdict: Verdict = "promote" if passed else unchanged
     if passed and policy.mode == "manual":
         verdict = "awaits-approval"
         reasons.append("promotion.mode is manual: promote it by hand once you agree")
     elif policy.mode == "never":
-        verdict = kept
+        verdict = unchanged
         reasons.append(_NEVER)
     return PromotionDecision(
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),

@@ -267,11 +267,11 @@ def canary(endpoint: Endpoint, canaries: Sequence[Canary]) -> Figure:
     if any(row["tau"] is not None for row in rows):
         body = {"columns": 2, "concat": [share, _canary_acceptance(rows, y)]}
     last = shown[-1]
-    name, given = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
+    name, portion = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
     if last.end is None:
-        title = f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {given}"
+        title = f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {portion}"
     elif last.end.kind == "rejected":
-        title = f"{name} was rejected at {given}: {last.end.reason}"
+        title = f"{name} was rejected at {portion}: {last.end.reason}"
     else:
         title = f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
     return figure("canary", title,

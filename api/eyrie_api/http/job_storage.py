@@ -190,15 +190,15 @@ def by_job(decisions: Iterable[storage_usage.RemovalDecision], owners: dict[str,
         item = decision.item
         gathered[item.job_id].append(StoredFiles(kind=item.kind, name=item.name, size_bytes=item.size_bytes,
                                                  removable=decision.removable, reason=decision.reason))
-    made = []
+    jobs = []
     for job_id, files in gathered.items():
         owner = owners.get(job_id)
-        made.append(JobStorage(
+        jobs.append(JobStorage(
             job_id=job_id, name=owner.name if owner else None, project=owner.project if owner else None,
             phase=owner.facts.phase if owner else None, size_bytes=sum(stored.size_bytes for stored in files),
             removable_bytes=sum(stored.size_bytes for stored in files if stored.removable),
             files=tuple(sorted(files, key=lambda stored: (-stored.size_bytes, stored.kind, stored.name)))))
-    return tuple(sorted(made, key=_rank))
+    return tuple(sorted(jobs, key=_rank))
 
 
 def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,

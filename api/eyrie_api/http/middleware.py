@@ -71,8 +71,8 @@ def _header(request: Request, name: bytes) -> str:
 
 def _bearer(request: Request) -> str:
     """The bearer token; empty without one."""
-    scheme, _, given = _header(request, b"authorization").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
+    scheme, _, token = _header(request, b"authorization").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_target(request: Request) -> None:

@@ -125,10 +125,10 @@ def _job_form(control: Control, request: Request, source: str | None, document: 
                        server=pages.server_of(request), document=json.dumps(document, indent=2))
 
 
-def _fields(pointer: str, given: Schema, definitions: Schema, required: bool, in_item: bool = False
+def _fields(pointer: str, unresolved: Schema, definitions: Schema, required: bool, in_item: bool = False
             ) -> Iterator[FormField]:
     """The fields of one value: of an object with properties those of each, else one."""
-    schema = _resolved(given, definitions)
+    schema = _resolved(unresolved, definitions)
     values = [_resolved(part, definitions) for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
     value = values[0] if len(values) == 1 else {}
     if "properties" in value:

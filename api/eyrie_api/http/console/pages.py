@@ -315,8 +315,8 @@ def for_a_browser(request: Request, answer: Response) -> Response:
     page = HTMLResponse(rendered("refused.html", {
         "who": None, "change": "", "administers": False, "problem": problem,
         "is_signed_in": COOKIE in request.cookies}), status_code=answer.status_code, headers=_HEADERS)
-    kept = {name: value for name, value in answer.headers.items() if name in ("retry-after", "allow")}
-    page.headers.update(kept)
+    headers = {name: value for name, value in answer.headers.items() if name in ("retry-after", "allow")}
+    page.headers.update(headers)
     return page
 
 
@@ -332,8 +332,8 @@ def render_page(template: str, control: Control, request: Request, **values: Any
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    given = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
-    return HTMLResponse(rendered(template, given | values), headers=_HEADERS)
+    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    return HTMLResponse(rendered(template, common | values), headers=_HEADERS)
 
 
 def may_submit(page: HTMLResponse) -> HTMLResponse:

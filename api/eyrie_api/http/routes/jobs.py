@@ -142,9 +142,9 @@ def retry_job(job_id: str, control: RequestControl) -> Job:
                responses={202: {"model": Job, "description": "cancelled first; deleted once it has stopped"}})
 def delete_job(job_id: str, control: RequestControl) -> Response:
     """Delete an ended job and its files (204), or cancel it first and delete it then (202)."""
-    gone = control.jobs.delete(job_id)
+    is_deleted = control.jobs.delete(job_id)
     control.wake()
-    if gone:
+    if is_deleted:
         return Response(status_code=204)
     return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
 

@@ -106,7 +106,7 @@ class LeaderboardQuery(BaseModel):
     family: str = Field("", max_length=32)
     suite: str = Field("", max_length=63)
     temperature: Annotated[Annotated[float, Field(ge=0.0, le=4.0)] | None,
-                           BeforeValidator(lambda given: None if given == "" else given),
+                           BeforeValidator(lambda value: None if value == "" else value),
                            WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 4},
                                                      {"const": ""}]})] = None
     engine: Literal["", EngineKind] = ""
