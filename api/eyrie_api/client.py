@@ -27,26 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from eyrie_api import errors
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.contract.access import (
-    ApiKey,
-    ApiKeyList,
-    AuditPage,
-    CreatedKey,
-    CreatedWebhook,
-    CreateKey,
-    CreateMember,
-    CreateProject,
-    CreateWebhook,
-    Delivery,
-    DeliveryList,
-    Member,
-    MemberList,
-    Project,
-    ProjectList,
-    Quotas,
-    WebhookList,
-    WhoAmI,
-)
+from eyrie_api.contract import access, status
 from eyrie_api.contract.alerts import AlertList
 from eyrie_api.contract.endpoints import History, HistoryKind, TrafficList
 from eyrie_api.contract.engine import EngineKind
@@ -57,21 +38,6 @@ from eyrie_api.contract.reports import LeaderboardEntry
 from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.rules import first_problem
 from eyrie_api.contract.stages import StageName
-from eyrie_api.contract.status import (
-    Endpoint,
-    EndpointList,
-    Event,
-    Job,
-    JobList,
-    JobReport,
-    Leaderboard,
-    MetricList,
-    MetricSeries,
-    Problem,
-    StageFile,
-    StageFileList,
-    Version,
-)
 from eyrie_api.contract.storage import StoragePage
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
 
@@ -85,13 +51,14 @@ class Unreachable(Transient):
     """The server does not respond."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "Unreachable"
 
 
 class Refused(EyrieError):
-    """An error response whose class this client does not know."""
+    """An error response whose class this client does not know; its reason is the problem's."""
 
-    def __init__(self, problem: Problem) -> None:
+    reason = "InternalError"
+
+    def __init__(self, problem: status.Problem) -> None:
         super().__init__(problem.detail, problem.hint)
         self.http_status = problem.status  # type: ignore[misc]
         self.reason = problem.type.removeprefix(_TYPE_PREFIX)  # type: ignore[misc]
@@ -127,21 +94,21 @@ class Client:
 
     # Jobs.
 
-    def create_job(self, spec: JobSpec, idempotency_key: str | None = None, attempts: int = 3) -> Job:
+    def create_job(self, spec: JobSpec, idempotency_key: str | None = None, attempts: int = 3) -> status.Job:
         """Submit a job. Retried with the same Idempotency-Key when the connection breaks."""
         key = idempotency_key or str(uuid.uuid4())
         body = spec.model_dump(mode="json", exclude_unset=True)
         for attempt in range(1, attempts + 1):
             try:
-                return self._post(f"{_API}/jobs", Job, body, headers={"Idempotency-Key": key})
+                return self._post(f"{_API}/jobs", status.Job, body, headers={"Idempotency-Key": key})
             except Unreachable:
                 if attempt == attempts:
                     raise
                 time.sleep(0.2 * attempt)
         raise AssertionError("attempts must be at least 1")
 
-    def job(self, job_id: str) -> Job:
-        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", Job)
+    def job(self, job_id: str) -> status.Job:
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", status.Job)
 
     def submitted(self, job_id: str) -> dict[str, Any]:
         """The document that a job was submitted with, without defaults. Raises NotFound for a job without one."""
@@ -157,21 +124,21 @@ class Client:
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/plan/actual", PlannedAndActual)
 
     def jobs(self, *, phase: str | None = None, name: str | None = None, target: str | None = None,
-             labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> JobList:
+             labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> status.JobList:
         """One page of jobs, newest first."""
-        return self._get(f"{_API}/jobs", JobList, phase=phase, name=name, target=target, limit=limit, cursor=cursor,
-                         label=[f"{key}={value}" for key, value in (labels or {}).items()])
+        return self._get(f"{_API}/jobs", status.JobList, phase=phase, name=name, target=target, limit=limit,
+                         cursor=cursor, label=[f"{key}={value}" for key, value in (labels or {}).items()])
 
     def storage(self, *, limit: int = 50, cursor: str | None = None) -> StoragePage:
         """One page of the jobs that hold files, the largest first."""
         return self._get(f"{_API}/storage", StoragePage, limit=limit, cursor=cursor)
 
-    def cancel(self, job_id: str) -> Job:
-        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", Job)
+    def cancel(self, job_id: str) -> status.Job:
+        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", status.Job)
 
-    def retry(self, job_id: str) -> Job:
+    def retry(self, job_id: str) -> status.Job:
         """Resume a failed or cancelled job from the stage that did not finish."""
-        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", Job)
+        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", status.Job)
 
     def delete(self, job_id: str) -> bool:
         """Delete a job. False when it has not ended: it is cancelled, and deleted once it has stopped."""
@@ -182,7 +149,7 @@ class Client:
         return self._post(f"{_API}/plans", Plan, spec.model_dump(mode="json", exclude_unset=True))
 
     def wait(self, job_id: str, timeout_s: float | None = None, poll_s: float = 0.5,
-             on_change: Callable[[Job], None] | None = None) -> Job:
+             on_change: Callable[[status.Job], None] | None = None) -> status.Job:
         """Poll until the job has ended, and return it. Raises TimeoutError.
 
         With `timeout_s` an unreachable server is polled until then, so that it may restart; without, Unreachable is
@@ -200,8 +167,8 @@ class Client:
                 if on_change is not None and job != seen:
                     seen = job
                     on_change(job)
-                if any(one.type in ("Succeeded", "Failed", "Cancelled") and one.status == "True"
-                       for one in job.status.conditions):
+                if any(condition.type in ("Succeeded", "Failed", "Cancelled") and condition.status == "True"
+                       for condition in job.status.conditions):
                     return job
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"job {job_id} has not ended within {timeout_s} s")
@@ -209,7 +176,7 @@ class Client:
 
     # Events, logs, metrics, curves and files of a job.
 
-    def events(self, job_id: str, last_id: int = 0, *, follow: bool = True) -> Iterator[Event]:
+    def events(self, job_id: str, last_id: int = 0, *, follow: bool = True) -> Iterator[status.Event]:
         """Events after `last_id` in order: those so far, or with `follow` until the job has ended.
 
         A broken stream is resumed after the last event. Raises Unreachable after more than five failed connections in
@@ -220,7 +187,7 @@ class Client:
             headers = {"Accept": "application/json"}
             while batch := self._request("GET", path, params={"after": last_id}, headers=headers).json()["items"]:
                 for item in batch:
-                    event = Event.model_validate(item)
+                    event = status.Event.model_validate(item)
                     last_id = event.id
                     yield event
             return
@@ -231,7 +198,7 @@ class Client:
                     failures = 0
                     if kind in ("end", "deleted"):
                         return
-                    event = Event.model_validate_json(data)
+                    event = status.Event.model_validate_json(data)
                     last_id = event.id
                     yield event
             except Unreachable:
@@ -264,20 +231,20 @@ class Client:
             yield from response.iter_lines()
 
     def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
-                name: str | None = None, max_points: int | None = None) -> tuple[MetricSeries, ...]:
+                name: str | None = None, max_points: int | None = None) -> tuple[status.MetricSeries, ...]:
         """Logged metric series; with `max_points` at most so many points of each, peaks among them."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
-        return self._get(path, MetricList, stage=stage, key=key, name=name, max_points=max_points).items
+        return self._get(path, status.MetricList, stage=stage, key=key, name=name, max_points=max_points).items
 
     def curves(self, job_id: str) -> TrainingCurves:
         """The curves of a job's training, with at most 1000 points of each series."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/curves", TrainingCurves)
 
-    def artifacts(self, job_id: str, stage: str | None = None) -> tuple[StageFile, ...]:
+    def artifacts(self, job_id: str, stage: str | None = None) -> tuple[status.StageFile, ...]:
         """Files of the finished stages."""
-        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", StageFileList, stage=stage).items
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", status.StageFileList, stage=stage).items
 
-    def download(self, file: StageFile, to: Path) -> Path:
+    def download(self, file: status.StageFile, to: Path) -> Path:
         """Download one file into directory `to` and compare its digest. Raises ArtifactCorrupt."""
         data = self._request("GET", file.url).content
         if digest_bytes(data) != file.sha256:
@@ -287,8 +254,8 @@ class Client:
         path.write_bytes(data)
         return path
 
-    def report(self, job_id: str) -> JobReport:
-        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
+    def report(self, job_id: str) -> status.JobReport:
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", status.JobReport)
 
     def figures(self, job_id: str) -> tuple[Figure, ...]:
         """Every figure that a job has data for, as Vega-Lite specifications with their values."""
@@ -299,15 +266,16 @@ class Client:
         return self._figures(f"{_API}/endpoints/{quote(name, safe='')}/figures")
 
     def _figures(self, path: str) -> tuple[Figure, ...]:
-        return tuple(self._get(f"{path}/{one.name}", Figure) for one in self._get(path, FigureList).items)
+        return tuple(self._get(f"{path}/{summary.name}", Figure) for summary in self._get(path, FigureList).items)
 
     def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
                     suite: str | None = None, temperature: float | None = None, engine: EngineKind | None = None,
                     tuned: bool | None = None, lossless: bool | None = None,
                     limit: int = 100) -> tuple[LeaderboardEntry, ...]:
         """Measured checkpoints, best first; by the measurements of a suite, a temperature or an engine alone."""
-        return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, suite=suite,
-                         temperature=temperature, engine=engine, tuned=tuned, lossless=lossless, limit=limit).items
+        return self._get(f"{_API}/leaderboard", status.Leaderboard, target=target, job_id=job_id, family=family,
+                         suite=suite, temperature=temperature, engine=engine, tuned=tuned, lossless=lossless,
+                         limit=limit).items
 
     def alerts(self) -> AlertList:
         return self._get(f"{_API}/alerts", AlertList)
@@ -316,15 +284,15 @@ class Client:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
         return self._get(f"{_API}/waiting", WaitingList, limit=limit)
 
-    def endpoints(self) -> EndpointList:
-        return self._get(f"{_API}/endpoints", EndpointList)
+    def endpoints(self) -> status.EndpointList:
+        return self._get(f"{_API}/endpoints", status.EndpointList)
 
     def traffic(self) -> TrafficList:
         """What the traffic of every endpoint shows now."""
         return self._get(f"{_API}/traffic", TrafficList)
 
-    def endpoint(self, name: str) -> Endpoint:
-        return self._get(f"{_API}/endpoints/{quote(name, safe='')}", Endpoint)
+    def endpoint(self, name: str) -> status.Endpoint:
+        return self._get(f"{_API}/endpoints/{quote(name, safe='')}", status.Endpoint)
 
     def history(self, name: str, *, limit: int | None = None, before: int | None = None,
                 kind: HistoryKind | None = None) -> History:
@@ -333,100 +301,102 @@ class Client:
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}/history", History, limit=limit, before=before,
                          kind=kind)
 
-    def promote(self, name: str, *, job_id: str, checkpoint: str | None = None) -> Endpoint:
+    def promote(self, name: str, *, job_id: str, checkpoint: str | None = None) -> status.Endpoint:
         """Serve a job's drafter, by default its best."""
         return self._endpoint_verb(name, "promote", {"job_id": job_id, "checkpoint": checkpoint})
 
-    def rollback(self, name: str, *, revision: int | None = None) -> Endpoint:
+    def rollback(self, name: str, *, revision: int | None = None) -> status.Endpoint:
         return self._endpoint_verb(name, "rollback", {"revision": revision})
 
-    def off(self, name: str) -> Endpoint:
+    def off(self, name: str) -> status.Endpoint:
         """Stop the endpoint's engine."""
         return self._endpoint_verb(name, "off")
 
-    def on(self, name: str) -> Endpoint:
+    def on(self, name: str) -> status.Endpoint:
         """Start the endpoint's engine again."""
         return self._endpoint_verb(name, "on")
 
-    def _endpoint_verb(self, name: str, verb: str, body: dict[str, Any] | None = None) -> Endpoint:
-        return self._post(f"{_API}/endpoints/{quote(name, safe='')}/{verb}", Endpoint, body)
+    def _endpoint_verb(self, name: str, verb: str, body: dict[str, Any] | None = None) -> status.Endpoint:
+        return self._post(f"{_API}/endpoints/{quote(name, safe='')}/{verb}", status.Endpoint, body)
 
     # Access.
 
-    def whoami(self) -> WhoAmI:
+    def whoami(self) -> access.WhoAmI:
         """The authenticated caller, with roles and scopes."""
-        return self._get(f"{_API}/whoami", WhoAmI)
+        return self._get(f"{_API}/whoami", access.WhoAmI)
 
-    def create_key(self, wanted: CreateKey) -> CreatedKey:
+    def create_key(self, wanted: access.CreateKey) -> access.CreatedKey:
         """Create an API key. Its secret is returned only here."""
-        return self._post(f"{_API}/keys", CreatedKey, wanted.model_dump(mode="json", exclude_unset=True))
+        return self._post(f"{_API}/keys", access.CreatedKey, wanted.model_dump(mode="json", exclude_unset=True))
 
-    def keys(self) -> ApiKeyList:
+    def keys(self) -> access.ApiKeyList:
         """API keys, newest first."""
-        return self._get(f"{_API}/keys", ApiKeyList)
+        return self._get(f"{_API}/keys", access.ApiKeyList)
 
-    def revoke_key(self, key_id: str) -> ApiKey:
-        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", ApiKey)
+    def revoke_key(self, key_id: str) -> access.ApiKey:
+        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", access.ApiKey)
 
-    def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> CreatedKey:
+    def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> access.CreatedKey:
         """Replace a key by a new one with the same rights; the old one is valid for `overlap_s` more seconds."""
-        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", CreatedKey, {"overlap_s": overlap_s})
+        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", access.CreatedKey, {"overlap_s": overlap_s})
 
-    def create_project(self, wanted: CreateProject) -> Project:
-        return self._post(f"{_API}/projects", Project, wanted.model_dump(mode="json"))
+    def create_project(self, wanted: access.CreateProject) -> access.Project:
+        return self._post(f"{_API}/projects", access.Project, wanted.model_dump(mode="json"))
 
-    def projects(self) -> ProjectList:
+    def projects(self) -> access.ProjectList:
         """Projects in which the caller has a role."""
-        return self._get(f"{_API}/projects", ProjectList)
+        return self._get(f"{_API}/projects", access.ProjectList)
 
-    def project(self, name: str) -> Project:
-        return self._get(f"{_API}/projects/{quote(name, safe='')}", Project)
+    def project(self, name: str) -> access.Project:
+        return self._get(f"{_API}/projects/{quote(name, safe='')}", access.Project)
 
-    def set_quotas(self, name: str, quotas: Quotas) -> Project:
+    def set_quotas(self, name: str, quotas: access.Quotas) -> access.Project:
         path = f"{_API}/projects/{quote(name, safe='')}/quotas"
-        return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), Project)
+        return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), access.Project)
 
-    def members(self, name: str) -> MemberList:
-        return self._get(f"{_API}/projects/{quote(name, safe='')}/members", MemberList)
+    def members(self, name: str) -> access.MemberList:
+        return self._get(f"{_API}/projects/{quote(name, safe='')}/members", access.MemberList)
 
-    def add_member(self, name: str, wanted: CreateMember) -> Member:
-        return self._post(f"{_API}/projects/{quote(name, safe='')}/members", Member, wanted.model_dump(mode="json"))
+    def add_member(self, name: str, wanted: access.CreateMember) -> access.Member:
+        path = f"{_API}/projects/{quote(name, safe='')}/members"
+        return self._post(path, access.Member, wanted.model_dump(mode="json"))
 
     def remove_member(self, name: str, member_id: int) -> None:
         self._request("DELETE", f"{_API}/projects/{quote(name, safe='')}/members/{member_id}")
 
     def audit(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
-              before: int | None = None, limit: int = 100) -> AuditPage:
+              before: int | None = None, limit: int = 100) -> access.AuditPage:
         """Audit log entries, newest first."""
-        return self._get(f"{_API}/audit", AuditPage, actor=actor, verb=verb, object=thing, before=before, limit=limit)
+        return self._get(f"{_API}/audit", access.AuditPage, actor=actor, verb=verb, object=thing, before=before,
+                         limit=limit)
 
     # Webhooks.
 
-    def create_webhook(self, wanted: CreateWebhook) -> CreatedWebhook:
+    def create_webhook(self, wanted: access.CreateWebhook) -> access.CreatedWebhook:
         """Create a webhook. Its secret is returned only here."""
-        return self._post(f"{_API}/webhooks", CreatedWebhook, wanted.model_dump(mode="json"))
+        return self._post(f"{_API}/webhooks", access.CreatedWebhook, wanted.model_dump(mode="json"))
 
-    def rotate_webhook(self, webhook_id: str) -> CreatedWebhook:
+    def rotate_webhook(self, webhook_id: str) -> access.CreatedWebhook:
         """Replace a webhook's secret. The new one is returned only here."""
-        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", CreatedWebhook)
+        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", access.CreatedWebhook)
 
-    def webhooks(self) -> WebhookList:
-        return self._get(f"{_API}/webhooks", WebhookList)
+    def webhooks(self) -> access.WebhookList:
+        return self._get(f"{_API}/webhooks", access.WebhookList)
 
     def delete_webhook(self, webhook_id: str) -> None:
         self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
 
-    def deliveries(self, webhook_id: str) -> DeliveryList:
+    def deliveries(self, webhook_id: str) -> access.DeliveryList:
         """The latest deliveries of a webhook, newest first."""
-        return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", DeliveryList)
+        return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", access.DeliveryList)
 
-    def ping_webhook(self, webhook_id: str) -> Delivery:
-        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", Delivery)
+    def ping_webhook(self, webhook_id: str) -> access.Delivery:
+        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", access.Delivery)
 
     # The server.
 
-    def version(self) -> Version:
-        return self._get("/version", Version)
+    def version(self) -> status.Version:
+        return self._get("/version", status.Version)
 
     def is_ready(self) -> bool:
         """Whether the control plane responds and reports ready."""
@@ -439,8 +409,8 @@ class Client:
     # HTTP.
 
     def _get(self, path: str, model: type[ModelT], **params: Any) -> ModelT:
-        given = {name: value for name, value in params.items() if value is not None and value != []}
-        return self._parse(self._request("GET", path, params=given), model)
+        query = {name: value for name, value in params.items() if value is not None and value != []}
+        return self._parse(self._request("GET", path, params=query), model)
 
     def _post(self, path: str, model: type[ModelT], body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> ModelT:
@@ -484,10 +454,10 @@ class Client:
         if not response.is_error:
             return
         try:
-            problem = Problem.model_validate_json(response.content)
+            problem = status.Problem.model_validate_json(response.content)
         except ValidationError:
             shown = response.text[:200] or response.reason_phrase
-            problem = Problem(title="Unknown", status=response.status_code,
+            problem = status.Problem(title="Unknown", status=response.status_code,
                               detail=f"{self.base_url} answered {response.status_code}: {shown}",
                               hint="check that this URL is Eyrie's")
         reason = problem.type.removeprefix(_TYPE_PREFIX)

@@ -4,8 +4,8 @@ names of roles in data sets.
 A path names one file, whatever its name; a directory, that is the files in it with a suffix of `SUFFIXES`, those of
 directories below left out; or, by a pattern as its last part, files of one directory (`chats/*.jsonl.gz`). Names that
 begin with a dot are no data, unless the pattern does: archives from a Mac hold `._NAME` next to each file. What a file
-holds is decided by its content, except parquet and compression, which the name must tell. Nothing walks a tree: users
-of the REST API give these paths.
+holds is decided by its content, except parquet and compression, which its name decides. No directory tree is walked,
+since users of the REST API give these paths.
 """
 
 import io
@@ -52,15 +52,15 @@ def is_pattern(path: str) -> bool:
 def data_files(path: str) -> list[Path]:
     """The files that a path names, in the order of their names; empty where there is none, or none may be listed."""
     try:
-        given = Path(path).expanduser()
-        if given.is_file():
-            return [given]
-        if given.is_dir():
-            listed = [file for file in given.iterdir() if names_data(file.name)]
+        location = Path(path).expanduser()
+        if location.is_file():
+            return [location]
+        if location.is_dir():
+            files = [file for file in location.iterdir() if names_data(file.name)]
         else:
-            listed = [file for file in given.parent.iterdir() if names_data(file.name, given.name)] \
+            files = [file for file in location.parent.iterdir() if names_data(file.name, location.name)] \
                 if is_pattern(path) else []
-        return sorted(file for file in listed if file.is_file())
+        return sorted(file for file in files if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
 

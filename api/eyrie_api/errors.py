@@ -1,8 +1,9 @@
 """Error classes shown to users.
 
-Every error has a `reason` (CamelCase; also the condition's reason), a message that names field, value and rule, and a
-`hint`: what to do instead. The class defines the HTTP status for the server and the exit code for programs. `Transient`
-errors may pass on a retry, `Permanent` ones do not.
+Every error has a `reason` (the name of its class; also the condition's reason and the type of the problem document, so
+that renaming a class changes the API), a message that names field, value and rule, and a `hint`: what to do instead.
+The class defines the HTTP status for the server and the exit code for programs. `Transient` errors may pass on a retry,
+`Permanent` ones do not.
 """
 
 import sys
@@ -16,6 +17,9 @@ class EyrieError(Exception):
     exit_code: ClassVar[int] = 1
     reason: ClassVar[str] = "InternalError"
 
+    def __init_subclass__(cls) -> None:
+        cls.reason = cls.__dict__.get("reason", cls.__name__)
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message if not hint else f"{message}; {hint}")
         self.message = message
@@ -27,7 +31,6 @@ class Transient(EyrieError):
 
     http_status = 503
     exit_code = 75  # EX_TEMPFAIL
-    reason = "Transient"
 
     def __init__(self, message: str, hint: str = "will retry", after_s: float = 5.0) -> None:
         super().__init__(message, hint)
@@ -38,7 +41,6 @@ class Permanent(EyrieError):
     """A retry fails in the same way."""
 
     exit_code = 70  # EX_SOFTWARE
-    reason = "Permanent"
 
 
 class InvalidInput(Permanent):
@@ -46,52 +48,40 @@ class InvalidInput(Permanent):
 
     http_status = 422
     exit_code = 65  # EX_DATAERR
-    reason = "InvalidInput"
 
 
 class TargetNotFound(InvalidInput):
     """No model under that path or id."""
 
     exit_code = 66  # EX_NOINPUT
-    reason = "TargetNotFound"
 
 
 class UnsupportedTarget(InvalidInput):
     """Files of the target are missing, damaged or contradictory, or its architecture cannot be captured or decoded."""
 
-    reason = "UnsupportedTarget"
-
 
 class NoChatTemplate(InvalidInput):
     """The tokenizer cannot render a conversation."""
-
-    reason = "NoChatTemplate"
 
 
 class NoUsableData(InvalidInput):
     """The data files are missing or empty, or no row of them can be trained on."""
 
-    reason = "NoUsableData"
-
 
 class VocabularyTooLarge(InvalidInput):
     """A draft vocabulary larger than the target's."""
-
-    reason = "VocabularyTooLarge"
 
 
 class ArtifactMissing(Permanent):
     """A stage's input is not where the spec says."""
 
     exit_code = 66
-    reason = "ArtifactMissing"
 
 
 class ArtifactCorrupt(Permanent):
     """Bytes that do not match their digest."""
 
     exit_code = 74  # EX_IOERR
-    reason = "ArtifactCorrupt"
 
 
 class DiskTooSmall(Permanent):
@@ -99,14 +89,12 @@ class DiskTooSmall(Permanent):
 
     http_status = 507
     exit_code = 73  # EX_CANTCREAT
-    reason = "DiskTooSmall"
 
 
 class DiskFull(Transient):
     """A disk has no space left; what needs it waits."""
 
     exit_code = 71  # EX_OSERR; that of no other error, since a program may be unable to write it down
-    reason = "DiskFull"
 
 
 class GpuTooSmall(Permanent):
@@ -114,7 +102,6 @@ class GpuTooSmall(Permanent):
 
     http_status = 422
     exit_code = 78  # EX_CONFIG
-    reason = "GpuTooSmall"
 
 
 class MemoryTooSmall(Permanent):
@@ -122,13 +109,10 @@ class MemoryTooSmall(Permanent):
 
     http_status = 422
     exit_code = 78  # EX_CONFIG
-    reason = "MemoryTooSmall"
 
 
 class LossDiverged(Permanent):
     """The training loss or the gradient norm is NaN or infinite."""
-
-    reason = "LossDiverged"
 
 
 class NotFound(EyrieError):
@@ -136,7 +120,6 @@ class NotFound(EyrieError):
 
     http_status = 404
     exit_code = 66
-    reason = "NotFound"
 
 
 class Unauthorized(EyrieError):
@@ -144,14 +127,12 @@ class Unauthorized(EyrieError):
 
     http_status = 401
     exit_code = 77  # EX_NOPERM
-    reason = "Unauthorized"
 
 
 class UnsupportedMediaType(EyrieError):
     """A body that is not JSON."""
 
     http_status = 415
-    reason = "UnsupportedMediaType"
 
 
 class Forbidden(EyrieError):
@@ -159,35 +140,30 @@ class Forbidden(EyrieError):
 
     http_status = 403
     exit_code = 77
-    reason = "Forbidden"
 
 
 class Conflict(EyrieError):
     """The current state does not allow the request."""
 
     http_status = 409
-    reason = "Conflict"
 
 
 class TablesTooOld(Conflict):
     """The database was made by a version from which upgrades are not supported."""
 
     exit_code = 78  # EX_CONFIG
-    reason = "TablesTooOld"
 
 
 class PortInUse(Conflict):
     """Another process listens on the port."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "PortInUse"
 
 
 class TooLarge(EyrieError):
     """The request body exceeds the limit."""
 
     http_status = 413
-    reason = "TooLarge"
 
 
 def report_error(error: EyrieError) -> int:

@@ -1,8 +1,8 @@
 """A disk without space: recognised in errors of the operating system and of libraries, and waited for.
 
-What meets it is stopped before it has lost anything, says so where it still can, and goes on when there is space:
-nobody has to retry a job. On a full disk no event, status or log can be written, so the control plane also looks at the
-disk itself when it is asked (`is_short`).
+Work that meets a full disk stops without losing anything, reports it where it can, and continues when there is space:
+no job has to be retried. On a full disk no event, status or log can be written, so the control plane also measures the
+free space when alerts are requested (`is_short`).
 """
 
 import errno
@@ -14,19 +14,19 @@ from pathlib import Path
 
 from eyrie_api.errors import DiskFull
 
-ROOM = 64 << 20
+MIN_FREE_BYTES = 64 << 20
 """Bytes that have to be free before something is started: logs, events and a database's journal."""
 
 _POLL_S = 2.0
 _PATIENCE_S = 600.0
-"""After so long ROOM is enough. What was free is measured after the failure: space that was freed in between counts as
-not enough, and twice of it may be more than the disk has."""
+"""After so long MIN_FREE_BYTES is enough. What was free is measured after the failure: space that was freed in between
+counts as not enough, and twice of it may be more than the disk has."""
 
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error is that of a disk without space; torch, safetensors and SQLite tell it only in words."""
+    """Whether an error means a disk without space; torch, safetensors and SQLite report it only in the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return any(words in str(error) for words in _WORDS)
@@ -46,30 +46,24 @@ def free_bytes(path: Path) -> int:
 
 
 def is_short(path: Path) -> bool:
-    """Whether what has to be written below `path` may soon not be."""
-    return free_bytes(path) < ROOM
+    """Whether the file system of `path` has less than MIN_FREE_BYTES."""
+    return free_bytes(path) < MIN_FREE_BYTES
 
 
 def disk_full(directory: Path) -> DiskFull:
     """The error of what was to be written in `directory`."""
     return DiskFull(f"the disk of {directory} is full: {free_bytes(directory) / 1e6:.0f} MB are free",
-                    "free space on it; it goes on by itself")
+                    "free space on it; the work continues by itself")
 
 
-def require_room(directory: Path) -> None:
-    """Raises DiskFull where less than ROOM is free."""
-    if is_short(directory):
-        raise disk_full(directory)
-
-
-def await_room(directory: Path, needed: int = ROOM, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until `needed` bytes are free, or after `_PATIENCE_S` until ROOM is."""
+def await_room(directory: Path, needed: int = MIN_FREE_BYTES, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until `needed` bytes are free, or after `_PATIENCE_S` until MIN_FREE_BYTES is."""
     until = time.monotonic() + _PATIENCE_S
-    while (free := free_bytes(directory)) < needed and (free < ROOM or time.monotonic() < until):
+    while (free := free_bytes(directory)) < needed and (free < MIN_FREE_BYTES or time.monotonic() < until):
         sleep(_POLL_S)
 
 
-def wait_for_room(directory: Path, needed: int = ROOM) -> None:
+def wait_for_room(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
     """Wait until so many bytes are free, and say so, unless the log is on the full disk too."""
     if free_bytes(directory) >= needed:
         return
@@ -88,4 +82,4 @@ def with_room(directory: Path, action: Callable[[], object]) -> None:
         except Exception as error:
             if not is_full(error):
                 raise
-        wait_for_room(directory, max(ROOM, 2 * free_bytes(directory)))
+        wait_for_room(directory, max(MIN_FREE_BYTES, 2 * free_bytes(directory)))

@@ -18,22 +18,18 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from eyrie_api.artifacts.store import StoreOptions
+from eyrie_api.artifacts.store import StoreOptions, from_variables
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.contract.model import FromVariables
-from eyrie_api.contract.rules import rule_of
 from eyrie_api.errors import InvalidInput
 from eyrie_api.request_origin import is_loopback_host
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
 _SECRETS = ("token", "secret_key", "oidc_client_secret", "database_url", "broker_url")
-"""Settings whose values error messages do not contain, because messages reach logs."""
-
 _FERNET_KEYS = re.compile(r"\s*[\w-]{43}=(\s*,\s*[\w-]{43}=)*\s*", re.ASCII)
 _NOT_KEYS = "must be one or more Fernet keys (32 bytes each, in URL-safe base64), separated by commas"
 
@@ -90,7 +86,8 @@ class Settings(FromVariables):
     """What the console asks for; some issuers name groups only with `openid groups`."""
 
     rate_limit_per_minute: int = Field(60_000, ge=1)
-    """Requests of one caller. High: it is there for programs that run away. Not asked on loopback without a token."""
+    """Requests of one caller. The default is high: it stops programs in endless loops. Not applied on loopback without
+    a token."""
 
     webhooks_allow_private: bool = False
     """Let webhooks go to private and loopback addresses too: for receivers in the same cluster."""
@@ -108,17 +105,17 @@ class Settings(FromVariables):
     """Larger request bodies are refused. A job spec is a few KiB."""
 
     lease_ttl_s: float = Field(30.0, gt=0.0)
-    """A driver that has not renewed its lease for so long is taken for dead."""
+    """A driver that has not renewed its lease within this time is replaced."""
 
     reconcile_interval_s: float = Field(2.0, gt=0.0)
-    """How often unfinished jobs without a live lease are looked for, and jobs in hand are advanced."""
+    """Interval at which unfinished jobs without a live lease are queried, and driven jobs are advanced."""
 
     retention_interval_s: float = Field(300.0, gt=0.0)
     idempotency_ttl_s: float = Field(24 * 3600.0, gt=0.0)
     """How long an Idempotency-Key is remembered."""
 
     outbox_ttl_s: float = Field(24 * 3600.0, gt=0.0)
-    """How long dispatched outbox rows are kept, for people who ask what happened."""
+    """How long dispatched outbox rows are kept, for inspection."""
 
     chore_queue: str | None = Field(None, min_length=1, max_length=128)
     """Name of the chores' queue at the broker; default: derived from the database's URL."""
@@ -129,7 +126,7 @@ class Settings(FromVariables):
 
     sse_heartbeat_s: float = Field(15.0, gt=0.0)
     sse_poll_s: float = Field(0.05, gt=0.0)
-    """How often new events are looked for, for all live streams of a process together."""
+    """Interval of the query for new events, one for all live streams of a process."""
 
     gpu_hour_prices: str | None = Field(None, pattern=r"^ *[^\s,=]+=[0-9.]+ *(, *[^\s,=]+=[0-9.]+ *)*$")
     """What an hour of a GPU costs, for plans: `NVIDIA-H100-80GB-HBM3=2.5,NVIDIA-B200=5`, by node label of the type."""
@@ -171,18 +168,7 @@ class Settings(FromVariables):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
-        environ = os.environ if environ is None else environ
-        names = {name: PREFIX + name.upper() for name in cls.model_fields if name != "artifacts"}
-        found: dict[str, Any] = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-        found["artifacts"] = StoreOptions.from_env(environ)
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            value = "<secret>" if name in _SECRETS else repr(found.get(name))
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {rule_of(first)}",
-                               "correct or unset the variable") from error
+        return from_variables(cls, PREFIX, environ, _SECRETS, artifacts=StoreOptions.from_env(environ))
 
     @property
     def resolved_database_url(self) -> str:
@@ -218,7 +204,7 @@ class Settings(FromVariables):
     @property
     def prices(self) -> dict[str, float]:
         """`gpu_hour_prices` by label."""
-        pairs = (one.partition("=") for one in (self.gpu_hour_prices or "").split(",") if one.strip())
+        pairs = (part.partition("=") for part in (self.gpu_hour_prices or "").split(",") if part.strip())
         return {label.strip(): float(price) for label, _, price in pairs}
 
     def required_secret_keys(self) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ Resolve = Callable[[str, int], list[str]]
 class AddressRefused(InvalidInput):
     """An address to which requests for users are not allowed."""
 
+    reason = "InvalidInput"
+
 
 @dataclass(frozen=True)
 class ParsedUrl:
@@ -62,21 +64,18 @@ def parse_url(url: str) -> ParsedUrl:
 
 def is_allowed(address: str, *, allow_private: bool) -> bool:
     """Whether a connection to the address is allowed."""
-    found: Address = ipaddress.ip_address(address.partition("%")[0])
-    while isinstance(found, ipaddress.IPv6Address) and (inner := _inner(found)) is not None:
-        found = inner
-    if found in _NEVER or found.is_link_local or found.is_multicast or found.is_unspecified:
+    ip: Address = ipaddress.ip_address(address.partition("%")[0])
+    while isinstance(ip, ipaddress.IPv6Address):  # an IPv4 address may be embedded in it
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else (
+            ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None))
+        if inner is None:
+            break
+        ip = inner
+    if ip in _NEVER or ip.is_link_local or ip.is_multicast or ip.is_unspecified:
         return False
-    if allow_private and (found.is_private or found.is_loopback):
-        return not found.is_reserved or found.is_loopback
-    return found.is_global
-
-
-def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address embedded in an IPv6 one, if any."""
-    if address in _NAT64:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+    if allow_private and (ip.is_private or ip.is_loopback):
+        return not ip.is_reserved or ip.is_loopback
+    return ip.is_global
 
 
 def resolve_allowed(url: ParsedUrl, *, allow_private: bool, resolve: Resolve | None = None) -> str:

@@ -25,18 +25,14 @@ def unknown_field_hint(path: Sequence[str | int]) -> str:
     renamed = RENAMED.get(tuple(map(str, path[-2:])))
     if renamed:
         return f"it is called {renamed!r} since 0.2"
-    close = difflib.get_close_matches(str(path[-1]), _field_names(path[:-1]), n=1)
-    return f"did you mean {close[0]!r}?" if close else "remove it"
-
-
-def _field_names(path: Sequence[str | int]) -> list[str]:
-    """Fields of the section at `path`; empty when it is not a section."""
     sections: list[type[BaseModel]] = [JobSpec]
-    for part in path:
-        if isinstance(part, str) and any(part in one.model_fields for one in sections):
-            sections = [found for one in sections if part in one.model_fields
-                        for found in _models_in(one.model_fields[part].annotation)]
-    return [name for one in sections for name in one.model_fields]
+    for part in path[:-1]:
+        if isinstance(part, str) and any(part in section.model_fields for section in sections):
+            sections = [model for section in sections if part in section.model_fields
+                        for model in _models_in(section.model_fields[part].annotation)]
+    names = [name for section in sections for name in section.model_fields]
+    close = difflib.get_close_matches(str(path[-1]), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else "remove it"
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -80,9 +80,9 @@ class TimedProtocol(_Base):  # type: ignore[misc]
         super().connection_made(transport)
         self._heard_at = self.loop.time()
         if len(self.connections) > most_connections():
-            idle = [one for one in self.connections if one is not self and one._has_no_request()]
+            idle = [other for other in self.connections if other is not self and other._has_no_request()]
             if idle:
-                min(idle, key=lambda one: one._heard_at).transport.close()
+                min(idle, key=lambda other: other._heard_at).transport.close()
             else:
                 self.app: _App = _health_checks_alone(self.app)
         self._received = self._counted = 0

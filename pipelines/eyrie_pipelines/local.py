@@ -38,7 +38,7 @@ from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
-from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
+from eyrie_api.full_disk import disk_full, is_full, is_short, wait_for_room, with_room
 from eyrie_api.planning.facts import gpus_of
 from eyrie_api.processes import last_lines
 from eyrie_pipelines.processes import (
@@ -177,7 +177,8 @@ def start(job_dir: Path, job: JobFile) -> RunHandle:
     RunNotStarted when the process ended at once (the message contains the end of its log), Transient when it was
     killed, DiskFull."""
     job_dir = job_dir.resolve()
-    require_room(job_dir)
+    if is_short(job_dir):
+        raise disk_full(job_dir)
     seen = observe(job_dir)
     if seen.state == "running":
         raise Conflict(f"a run of job {job.id} is alive", "cancel it first")

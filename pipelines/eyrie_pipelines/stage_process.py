@@ -26,7 +26,7 @@ from types import FrameType
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.contract.stages import StageSpec
 from eyrie_api.errors import DiskFull
-from eyrie_api.full_disk import ROOM, free_bytes, is_short, wait_for_room
+from eyrie_api.full_disk import MIN_FREE_BYTES, free_bytes, is_short, wait_for_room
 from eyrie_api.processes import log_lines
 from eyrie_pipelines.run_records import FAILURE_FILE, Attempts, StageFailed, positions, read_stage_failure
 from eyrie_pipelines.several_gpus import is_first_node, is_node, under_torchrun
@@ -160,7 +160,7 @@ def _run_with_room(arguments: list[str], directories: Sequence[Path],
             return code, interrupted
         for directory in directories:
             (directory / FAILURE_FILE).unlink(missing_ok=True)
-        wait_for_room(first, max(ROOM, 2 * free_bytes(first)))
+        wait_for_room(first, max(MIN_FREE_BYTES, 2 * free_bytes(first)))
 
 
 def _met_full_disk(code: int, directories: Sequence[Path]) -> bool:

@@ -20,7 +20,7 @@ from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, Revis
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.decisions.alerts import UsedUp, alerts_of
+from eyrie_api.decisions.alerts import ExhaustedQuota, alerts_of
 from eyrie_api.errors import DiskFull
 from eyrie_api.http.routes.alerts import read_alerts
 from eyrie_api.planning.resolve import derive
@@ -116,7 +116,7 @@ def test_jobs_that_wait_for_another_are_one_item_and_a_used_up_quota_says_how_to
     assert titles(needed(waits[1:], [])) == ["Job a waits for a running job to end"]
     (item,) = needed(waits, [])
     assert (item.title, item.link) == ("2 jobs wait for a running job to end", "/console/jobs/job-a")
-    (quota,) = needed([], [], used_up=[UsedUp("team", "GPUs", 8, 8)])
+    (quota,) = needed([], [], used_up=[ExhaustedQuota("team", "GPUs", 8, 8)])
     assert quota.title == "Project team has used up its quota: 8 of 8 GPUs"
     assert "eyrie projects quotas team --gpus N" in quota.hint
     assert (quota.kind, quota.project) == ("quota-used-up", "team")
@@ -151,7 +151,8 @@ def test_a_failed_job_has_message_and_hint_of_its_stage_or_of_its_condition() ->
 
 
 def test_a_full_disk_comes_first_with_its_hint() -> None:
-    item, _ = needed([], [], used_up=[UsedUp("team", "jobs", 1, 1)], full_disk=DiskFull("it is full", "free space"))
+    item, _ = needed([], [], used_up=[ExhaustedQuota("team", "jobs", 1, 1)],
+                     full_disk=DiskFull("it is full", "free space"))
     assert (item.kind, item.message, item.hint, item.link) == ("disk-full", "it is full", "free space", "/")
 
 
@@ -210,7 +211,7 @@ def test_another_projects_items_are_not_answered(server: Running) -> None:
 
 def test_the_command_prints_title_message_age_and_hint_of_each() -> None:
     drifting = EndpointTraffic(endpoint="chat", revision=1, drift=LiveDrift(since=NOW, message="low", has_job=False))
-    items = needed([], [served(None)], [drifting], [UsedUp("team", "GPUs", 8, 8)])
+    items = needed([], [served(None)], [drifting], [ExhaustedQuota("team", "GPUs", 8, 8)])
     lines = rendered(alerts_view(items, LATER)).splitlines()
     assert [line.rstrip() for line in lines[:3]] == [
         "Endpoint chat: the traffic has drifted", "  low (1h00m ago)", "  hint: train a drafter on recent traffic"]

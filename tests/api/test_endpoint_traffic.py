@@ -16,7 +16,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
-from eyrie_api.decisions.alerts import UsedUp
+from eyrie_api.decisions.alerts import ExhaustedQuota
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
@@ -162,5 +162,5 @@ def test_a_quota_of_jobs_that_is_used_up_is_found_where_the_caller_has_a_role(
     jobs.submit(derive(job_spec()))
     assert projects.used_up() == ()
     jobs.submit(derive(job_spec()))
-    assert projects.used_up() == (UsedUp("default", "jobs", 2, 2),)
+    assert projects.used_up() == (ExhaustedQuota("default", "jobs", 2, 2),)
     assert "Project default has used up its quota: 2 of 2 jobs" in client.get("/").text

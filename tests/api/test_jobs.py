@@ -15,7 +15,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric, NewEvent
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.rendering import decode_cursor, encode_cursor
+from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec
@@ -65,13 +65,13 @@ def test_a_list_is_filtered_by_phase_name_target_and_labels(jobs: Jobs) -> None:
 
 @given(st.datetimes(timezones=st.just(NOW.tzinfo)), st.text(max_size=70))
 def test_a_cursor_says_what_was_put_in(when: object, job_id: str) -> None:
-    assert decode_cursor(encode_cursor(when, job_id)) == (when, job_id)  # type: ignore[arg-type]
+    assert decode_cursor(encode_cursor(when, job_id), TIME_CURSOR) == (when, job_id)  # type: ignore[arg-type]
 
 
 @given(st.text(max_size=60))
 def test_a_foreign_cursor_is_refused_and_never_a_crash(cursor: str) -> None:
     with pytest.raises(InvalidInput, match="next_cursor"):
-        decode_cursor(cursor)
+        decode_cursor(cursor, TIME_CURSOR)
 
 
 def test_cancel_is_a_wish_that_the_driver_fulfils_and_may_be_repeated(jobs: Jobs, database: Database) -> None:

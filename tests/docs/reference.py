@@ -212,6 +212,8 @@ def _declared(one: ast.ClassDef, inherited: ErrorRow) -> ErrorRow:
            for target in (statement.targets if isinstance(statement, ast.Assign) else
                           [statement.target] if isinstance(statement, ast.AnnAssign) else [])
            if isinstance(target, ast.Name) and isinstance(statement.value, ast.Constant)}  # type: ignore[union-attr]
+    if inherited.reason:  # `EyrieError.__init_subclass__`
+        own.setdefault("reason", one.name)
     return replace(inherited, name=one.name, transient=inherited.transient or one.name == "Transient",
                    meaning=_words((ast.get_docstring(one) or "").split("\n\n")[0]),
                    **{key: own[key] for key in ("reason", "http_status", "exit_code") if key in own})

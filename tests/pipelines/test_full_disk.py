@@ -11,7 +11,7 @@ import pytest
 from eyrie_api import full_disk
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import ArtifactCorrupt, DiskFull, EyrieError
-from eyrie_api.full_disk import ROOM, await_room, free_bytes, is_full, is_short
+from eyrie_api.full_disk import MIN_FREE_BYTES, await_room, free_bytes, is_full, is_short
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.stage_program import Stage
@@ -27,7 +27,7 @@ def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal
     filler = fill(disk)
     with pytest.raises(DiskFull, match="0 MB are free") as caught:
         local.start(job_dir, job_file(spec_of()))
-    assert "goes on by itself" in caught.value.hint
+    assert "continues by itself" in caught.value.hint
     filler.unlink()
     local.start(job_dir, job_file(spec_of()))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", 120.0)
@@ -77,7 +77,7 @@ def test_a_record_that_fits_only_in_part_is_not_written_and_the_next_one_is_whol
 
 def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:
     filler, waited, stopping = fill(disk), threading.Event(), threading.Event()
-    os.truncate(filler, filler.stat().st_size - ROOM - (1 << 20))
+    os.truncate(filler, filler.stat().st_size - MIN_FREE_BYTES - (1 << 20))
     free = free_bytes(disk)
     assert not is_short(disk)
     thread = threading.Thread(target=lambda: (await_room(disk, 2 * free, lambda _: stopping.wait(0.01)), waited.set()))
@@ -92,7 +92,7 @@ def test_space_that_was_freed_before_it_was_measured_is_enough_after_a_while(
         disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(full_disk, "_PATIENCE_S", 0.1)
     filler, free = fill(disk), 256 << 20
-    os.truncate(filler, filler.stat().st_size - ROOM + (1 << 20))
+    os.truncate(filler, filler.stat().st_size - MIN_FREE_BYTES + (1 << 20))
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -102,7 +102,7 @@ def test_space_that_was_freed_before_it_was_measured_is_enough_after_a_while(
             filler.unlink()
 
     await_room(disk, 2 * free, sleep)
-    assert len(waits) == 3, "less than ROOM is never enough"
+    assert len(waits) == 3, "less than MIN_FREE_BYTES is never enough"
 
 
 @pytest.mark.parametrize("error", [

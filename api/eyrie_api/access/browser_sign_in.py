@@ -6,8 +6,8 @@ The rules are those of OpenID Connect Core 1.0, sections 3.1.2 and 3.1.3, RFC 76
 - `PENDING_COOKIE` holds state, nonce and code verifier while the browser is at the issuer. It is SameSite=Lax, because
   the issuer's redirect comes from another site.
 - the session's cookie holds subject and groups. Roles are looked up in the database with each request; groups are the
-  issuer's at the time of signing in, which is why the session ends after an hour. The way back through the issuer is
-  one click, without a password while its own session lasts.
+  issuer's at the time of signing in, which is why the session ends after an hour. Signing in again takes one click, and
+  no password while the issuer's own session is valid.
 """
 
 import base64
@@ -65,15 +65,15 @@ class BrowserSignIn:
         """
         pending = {name: secrets.token_urlsafe(32) for name in ("state", "nonce", "verifier")}
         challenge = base64.urlsafe_b64encode(hashlib.sha256(pending["verifier"].encode()).digest()).rstrip(b"=")
-        asked = {"response_type": "code", "client_id": self._client_id, "redirect_uri": redirect_uri,
+        query = {"response_type": "code", "client_id": self._client_id, "redirect_uri": redirect_uri,
                  "scope": self._scopes, "state": pending["state"], "nonce": pending["nonce"],
                  "code_challenge": challenge.decode(), "code_challenge_method": "S256"}
         url = self.issuer.endpoint("authorization_endpoint")
-        return (f"{url}{'&' if '?' in url else '?'}{urlencode(asked)}",
+        return (f"{url}{'&' if '?' in url else '?'}{urlencode(query)}",
                 self._seal("pending", now_s + PENDING_S, **pending, to=local_path(to)))
 
     def finish(self, pending_cookie: str, redirect_uri: str, code: str, state: str, now_s: float) -> tuple[Claims, str]:
-        """Who signed in, and where to go. Raises Unauthorized, or IssuerUnavailable."""
+        """The identity of the user, and the path to go to. Raises Unauthorized, or IssuerUnavailable."""
         pending = self._open("pending", pending_cookie, now_s)
         if not secrets.compare_digest(str(pending["state"]).encode(), state.encode()):
             raise Unauthorized("the answer of the issuer belongs to another attempt to sign in", "sign in again")
@@ -84,18 +84,18 @@ class BrowserSignIn:
             with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
                 answer = http.post(self.issuer.endpoint("token_endpoint"), data=form, auth=credentials,
                                    headers={"accept": "application/json"})
-            found = answer.json() if answer.status_code < 500 else None
+            answered = answer.json() if answer.status_code < 500 else None
         except (httpx.HTTPError, ValueError) as error:
             raise _away(self.issuer.url, type(error).__name__) from None
-        if not isinstance(found, dict):
+        if not isinstance(answered, dict):
             raise _away(self.issuer.url, f"status {answer.status_code}")
-        if not isinstance(found.get("id_token"), str):
-            # Its own words may hold the code; the error code of RFC 6749, section 5.2, holds nothing.
+        if not isinstance(answered.get("id_token"), str):
+            # The issuer's message may contain the code; the error code of RFC 6749, section 5.2, does not.
             raise Unauthorized(f"the issuer gave no id_token (status {answer.status_code}, "
-                               f"error {str(found.get('error', 'none'))[:60]!r})",
+                               f"error {str(answered.get('error', 'none'))[:60]!r})",
                                "sign in again; if it stays, check EYRIE_OIDC_CLIENT_ID, its secret, and that the "
                                f"registration allows {redirect_uri}")
-        claims = self.issuer.verify_id_token(found["id_token"], self._client_id, str(pending["nonce"]))
+        claims = self.issuer.verify_id_token(answered["id_token"], self._client_id, str(pending["nonce"]))
         return claims, str(pending["to"])
 
     def session_of(self, claims: Claims, now_s: float) -> str:
@@ -108,9 +108,9 @@ class BrowserSignIn:
         return cookie
 
     def claims_of(self, cookie: str, now_s: float) -> Claims:
-        """Who a session's cookie is of. Raises Unauthorized."""
-        found = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
-        return Claims(str(found["subject"]), frozenset(map(str, found["groups"])))
+        """The identity in a session's cookie. Raises Unauthorized."""
+        session = self._open("session", cookie.removeprefix(USER_SESSION), now_s)
+        return Claims(str(session["subject"]), frozenset(map(str, session["groups"])))
 
     def signed_in_at(self, cookie: str, now_s: float) -> int:
         """When the user of a session's cookie signed in, in seconds since the epoch. Raises Unauthorized."""
@@ -130,14 +130,14 @@ class BrowserSignIn:
 
     def _open(self, purpose: Purpose, sealed: str, now_s: float) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self._keys.decrypt(sealed, "a browser", "sign in again"))
+            content: dict[str, Any] = json.loads(self._keys.decrypt(sealed, "a browser", "sign in again"))
         except (SecretUnreadable, ValueError):
             raise Unauthorized("the session is not valid here", "sign in again") from None
-        if not isinstance(found, dict) or found.get("for") != purpose:
+        if not isinstance(content, dict) or content.get("for") != purpose:
             raise Unauthorized("the session is not valid here", "sign in again")
-        if found["until"] <= now_s:
+        if content["until"] <= now_s:
             raise Unauthorized("the session has expired", "sign in again")
-        return found
+        return content
 
 
 def local_path(path: str) -> str:
@@ -192,13 +192,13 @@ def verify_cookie(cookie: str, digest_of: Callable[[str], str | None], now_s: fl
 
     digest_of   the digest of a credential's secret; None for one that is unknown or has ended
     """
-    found = _FORM.fullmatch(cookie)
-    digest = digest_of(found[1]) if found else None
-    if found is None or digest is None or not hmac.compare_digest(_sign(cookie.rpartition(".")[0], digest), found[4]):
+    match = _FORM.fullmatch(cookie)
+    digest = digest_of(match[1]) if match else None
+    if match is None or digest is None or not hmac.compare_digest(_sign(cookie.rpartition(".")[0], digest), match[4]):
         raise Unauthorized("the session is not valid here", "sign in again")
-    if int(found[3]) <= now_s:
+    if int(match[3]) <= now_s:
         raise Unauthorized("the session has expired", "sign in again")
-    return found[1]
+    return match[1]
 
 
 def create_change_token(credential: str, digest: str, now_s: float) -> str:
@@ -209,10 +209,10 @@ def create_change_token(credential: str, digest: str, now_s: float) -> str:
 
 def verify_change_token(token: str, credential: str, digest: str, now_s: float) -> None:
     """Raises Unauthorized for a token that is not of this credential, or has expired."""
-    found = _CHANGE_FORM.fullmatch(token)
-    if found is None or not hmac.compare_digest(_sign(f"change {credential}.{found[1]}", digest), found[2]):
+    match = _CHANGE_FORM.fullmatch(token)
+    if match is None or not hmac.compare_digest(_sign(f"change {credential}.{match[1]}", digest), match[2]):
         raise Unauthorized("a session changes something only from a page of this server", "load the page again")
-    if int(found[1]) <= now_s:
+    if int(match[1]) <= now_s:
         raise Unauthorized("the page is too old to change something", "load the page again")
 
 

@@ -82,18 +82,18 @@ def create_key(name: str, creator: Principal, roles: dict[str, Role], now: datet
 
 def id_of(text: str) -> str:
     """The id in a key, to look up its record. Raises Unauthorized for a malformed or mistyped key."""
-    found = _FORM.fullmatch(text)
-    if found is None or not hmac.compare_digest(_check(text[:-_CHECK_LENGTH]), found[3]):
+    match = _FORM.fullmatch(text)
+    if match is None or not hmac.compare_digest(_check(text[:-_CHECK_LENGTH]), match[3]):
         raise Unauthorized("the bearer token is not a valid API key", f"a key begins with {PREFIX}_ and must be "
                            "copied completely; create a new one if it is lost")
-    return found[1]
+    return match[1]
 
 
 def verify_key(text: str, record: KeyRecord | None, now: datetime) -> Principal:
     """The principal of a key. Raises Unauthorized, with the same message for a wrong secret and an unknown id."""
     secret = text[-_SECRET_LENGTH - _CHECK_LENGTH:-_CHECK_LENGTH]
-    kept = record.secret_sha256 if record is not None else _digest("")
-    if not hmac.compare_digest(_digest(secret), kept) or record is None or record.id != id_of(text):
+    stored_digest = record.secret_sha256 if record is not None else _digest("")
+    if not hmac.compare_digest(_digest(secret), stored_digest) or record is None or record.id != id_of(text):
         raise Unauthorized("unknown API key", "check that it was created on this server, or create a new one")
     if record.revoked_at is not None and record.revoked_at <= now:
         raise Unauthorized(f"API key {record.id} was revoked", "create a new one")
@@ -132,14 +132,12 @@ class SecretKeyMissing(Conflict):
     """The server has no key to encrypt or decrypt stored secrets with."""
 
     exit_code = 78  # EX_CONFIG
-    reason = "SecretKeyMissing"
 
 
 class SecretUnreadable(Conflict):
     """None of the server's keys decrypts a stored secret."""
 
     exit_code = 78  # EX_CONFIG
-    reason = "SecretUnreadable"
 
 
 class SecretKeys:

@@ -15,7 +15,6 @@ from redis import RedisError
 from redis.asyncio import Redis
 
 from eyrie_api.errors import Transient
-from eyrie_api.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ class RateLimited(Transient):
     """Too many requests."""
 
     http_status = 429
-    reason = "RateLimited"
 
 
 class Buckets(Protocol):
@@ -52,13 +50,6 @@ class Buckets(Protocol):
 
     async def take(self, name: str, per_minute: int) -> float:
         """Take a token. Returns 0, or the seconds until the next one when the bucket is empty."""
-
-
-def buckets_of(settings: Settings) -> Buckets:
-    """Buckets in Redis if it is the broker, else in this process."""
-    if settings.broker_url.startswith("redis"):
-        return SharedBuckets(settings.broker_url)
-    return LocalBuckets()
 
 
 def require(wait_s: float, whose: str, per_minute: int) -> None:
@@ -76,7 +67,6 @@ class LocalBuckets:
         self._held: dict[str, tuple[float, float]] = {}
 
     async def take(self, name: str, per_minute: int) -> float:
-        """See `Buckets`."""
         rate, capacity = _shape(per_minute)
         now = self._elapsed()
         tokens, then = self._held.get(name, (capacity, now))
@@ -98,7 +88,6 @@ class SharedBuckets:
         self._away_until = 0.0
 
     async def take(self, name: str, per_minute: int) -> float:
-        """See `Buckets`."""
         now = self._elapsed()
         left, until = self._lots.get(name, (0, 0.0))
         if left > 0 and now < until:
@@ -108,7 +97,7 @@ class SharedBuckets:
             return await self._meanwhile.take(name, per_minute)
         rate, capacity = _shape(per_minute)
         try:
-            given, wait_ms = await self._take(keys=[f"eyrie-limit:{name}"],
+            taken, wait_ms = await self._take(keys=[f"eyrie-limit:{name}"],
                                               args=[rate, capacity, max(1, int(rate * _LOT_S))])
         except (RedisError, OSError) as error:
             log.warning("Redis does not answer (%s): rate limits are this server's own for now", type(error).__name__)
@@ -116,7 +105,7 @@ class SharedBuckets:
             return await self._meanwhile.take(name, per_minute)
         if len(self._lots) >= _MAX_BUCKETS:
             self._lots.clear()
-        self._lots[name] = (int(given) - 1, now + _LOT_KEPT_S)
+        self._lots[name] = (int(taken) - 1, now + _LOT_KEPT_S)
         return float(wait_ms) / 1000
 
 

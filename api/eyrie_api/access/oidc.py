@@ -40,8 +40,6 @@ _TIMEOUT_S = 5.0
 class IssuerUnavailable(Transient):
     """The OIDC issuer is unavailable, and none of its keys is cached."""
 
-    reason = "IssuerUnavailable"
-
 
 @dataclass(frozen=True)
 class Claims:
@@ -81,12 +79,12 @@ class Issuer:
 
     def verify_id_token(self, token: str, client_id: str, nonce: str) -> Claims:
         """The claims of a browser's ID token for this client. Raises Unauthorized, or IssuerUnavailable."""
-        found = self._decoded(token, client_id)
-        if not hmac.compare_digest(str(found.get("nonce", "")).encode(), nonce.encode()):
+        claims = self._decoded(token, client_id)
+        if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
             raise Unauthorized("the OIDC token is of another attempt to sign in", "sign in again")
-        if found.get("azp", client_id) != client_id:  # OpenID Connect Core 1.0, section 3.1.3.7, rule 5
+        if claims.get("azp", client_id) != client_id:  # OpenID Connect Core 1.0, section 3.1.3.7, rule 5
             raise Unauthorized("the OIDC token was given to another client", "sign in again")
-        return self._claims(found)
+        return self._claims(claims)
 
     def endpoint(self, name: str) -> str:
         """The URL of one of its endpoints. Raises IssuerUnavailable, or InvalidInput for one that it does not name."""
@@ -106,18 +104,18 @@ class Issuer:
         try:
             header = jwt.get_unverified_header(token)
             key = self._key(str(header.get("kid", "")), str(header.get("alg", "")))
-            found: dict[str, Any] = jwt.decode(
+            claims: dict[str, Any] = jwt.decode(
                 token, key.key, algorithms=[str(header["alg"])], audience=audience, issuer=self.url,
                 leeway=self._leeway_s, options={"require": _REQUIRED})
         except jwt.PyJWTError as error:
             # The library's message names claims and never contains the token.
             raise Unauthorized(f"the OIDC token is invalid: {error}", "get a new one from the issuer") from None
-        return found
+        return claims
 
-    def _claims(self, found: Mapping[str, Any]) -> Claims:
-        groups = found.get(self._groups_claim, ())
+    def _claims(self, claims: Mapping[str, Any]) -> Claims:
+        groups = claims.get(self._groups_claim, ())
         groups = [groups] if isinstance(groups, str) else groups if isinstance(groups, list) else ()
-        return Claims(str(found["sub"]), frozenset(str(group) for group in groups))
+        return Claims(str(claims["sub"]), frozenset(str(group) for group in groups))
 
     def _key(self, key_id: str, algorithm: str) -> jwt.PyJWK:
         if algorithm not in ALGORITHMS:
@@ -138,24 +136,21 @@ class Issuer:
     def _refresh(self) -> None:
         self._fetched_at = self._elapsed()
         try:
-            self._document, self._keys = self._fetch()
+            with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
+                document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
+                if document["issuer"] != self.url:
+                    raise ValueError("the discovery document names another issuer")
+                _require_https(document["jwks_uri"], "jwks_uri")
+                listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
+            self._keys = {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in listed
+                          if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"}
+            self._document = document
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
             log.warning("no keys could be fetched from the OIDC issuer %s: %s", self.url, type(error).__name__)
 
     def _unavailable(self) -> IssuerUnavailable:
         return IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
                                  "check EYRIE_OIDC_ISSUER; the next request tries again")
-
-    def _fetch(self) -> tuple[dict[str, Any], dict[str, jwt.PyJWK]]:
-        """The discovery document, and the keys by id."""
-        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
-            document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
-            if document["issuer"] != self.url:
-                raise ValueError("the discovery document names another issuer")
-            _require_https(document["jwks_uri"], "jwks_uri")
-            listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
-        usable = [key for key in listed if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"]
-        return document, {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in usable}
 
 
 def _require_https(url: str, name: str) -> None:

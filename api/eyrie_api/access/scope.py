@@ -41,7 +41,8 @@ class Scope:
         return self.principal is None
 
     def sees(self, project: Any, action: Action) -> ColumnElement[bool]:
-        """The SQL condition on a project column for rows in which the action is allowed."""
+        """The SQL condition on a project column for rows in which the action is allowed. Rows without a project are
+        seen by those who may do it in all projects, unless the request names one."""
         if self.principal is None:
             return true()
         if self.project is not None:

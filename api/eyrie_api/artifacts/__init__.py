@@ -18,10 +18,11 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -66,20 +67,31 @@ def digest_directory(directory: Path) -> str:
     return "sha256:" + sha.hexdigest()
 
 
+@contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """A file next to `path`, to be renamed to it when its content is complete; deleted at the end unless it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "r+b") as file:
+            os.fchmod(handle, 0o644)
+            yield file, Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def write_to_disk(file: IO[bytes], data: bytes) -> None:
+    """Write the last bytes of a file, and wait until the disk has all of them."""
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a temporary file next to `path`, fsync, rename: a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+    with temporary_file(path) as (file, temporary):
+        write_to_disk(file, data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_model(path: Path, value: BaseModel) -> None:

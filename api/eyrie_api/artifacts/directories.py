@@ -45,8 +45,13 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
     if not finished and not unfinished:
         raise ArtifactMissing(f"no manifest in {directory}", "finish the stage first, or upload it as unfinished")
     listed = {entry.path: entry for entry in read_manifest(directory).files} if finished else {}
+
+    def is_stored(name: str, size_bytes: int, sha256: str) -> bool:
+        stored = store.stat(f"{prefix}/{name}")
+        return stored is not None and (stored.size_bytes, stored.sha256) == (size_bytes, sha256)
+
     missing = sorted(path for path, entry in listed.items()
-                     if not (directory / path).is_file() and not _is_stored(store, prefix, entry))
+                     if not (directory / path).is_file() and not is_stored(path, entry.size_bytes, entry.sha256))
     if missing:
         raise ArtifactMissing(f"{directory / missing[0]} is listed in its manifest but does not exist",
                               "run the stage again")
@@ -56,13 +61,14 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
         size, digest = path.stat().st_size, digest_file(path)
         if name in listed and (listed[name].size_bytes, listed[name].sha256) != (size, digest):
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "run the stage again")
-        stored = store.stat(f"{prefix}/{name}")
-        if stored is not None and (stored.size_bytes, stored.sha256) == (size, digest):
+        if is_stored(name, size, digest):
             return None
         store.upload(f"{prefix}/{name}", path)
         return size
 
-    moved = _move(store.parallel, send, (name for name in _visible(directory) if name != MANIFEST))
+    names = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
+    visible = [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
+    moved = _move(store.parallel, send, (name for name in visible if name != MANIFEST))
     if finished:
         store.write_once(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
     return moved
@@ -82,7 +88,7 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
     if store.stat(f"{prefix}/{MANIFEST}") is None:
         if not unfinished:
             raise ArtifactMissing(f"no {prefix}/{MANIFEST} in {store.url}", "run the stage that writes it")
-        names = (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix))
+        names = (stored.key.removeprefix(f"{prefix}/") for stored in store.list(prefix))
         return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None), wanted(names))
     text = store.read(f"{prefix}/{MANIFEST}")
     temporary = directory / f".{MANIFEST}.fetched"
@@ -91,11 +97,6 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
     moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), wanted(listed))
     temporary.replace(directory / MANIFEST)
     return moved
-
-
-def _is_stored(store: ArtifactStore, prefix: str, entry: FileEntry) -> bool:
-    stored = store.stat(f"{prefix}/{entry.path}")
-    return stored is not None and (stored.size_bytes, stored.sha256) == (entry.size_bytes, entry.sha256)
 
 
 def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry: FileEntry | None) -> int | None:
@@ -108,11 +109,6 @@ def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry:
         return None
     store.download(key, path, sha256=entry.sha256 if entry else None)
     return path.stat().st_size
-
-
-def _visible(directory: Path) -> list[str]:
-    names = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
-    return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]) -> TransferStats:
@@ -141,12 +137,12 @@ class StageManifest:
 def read_manifests(job_dir: Path) -> tuple[StageManifest, ...]:
     """Every finished stage of a job, in order of stage and key. A directory without a manifest is unfinished and is
     skipped."""
-    found = []
+    finished = []
     for stage in STAGES:
         home = job_dir / "stages" / stage
         # Race: the files of a job that is being deleted vanish between a listing and a read.
         with suppress(FileNotFoundError, ArtifactMissing):
             for path in sorted((*home.glob(MANIFEST), *home.glob(f"*/{MANIFEST}"))):
                 key = "" if path.parent == home else path.parent.name
-                found.append(StageManifest(stage, key, path.parent, read_manifest(path)))
-    return tuple(found)
+                finished.append(StageManifest(stage, key, path.parent, read_manifest(path)))
+    return tuple(finished)

@@ -10,11 +10,11 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from eyrie_api.artifacts import digest_bytes, digest_file
+from eyrie_api.artifacts import digest_bytes, digest_file, temporary_file, write_to_disk
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
@@ -35,15 +35,7 @@ class LocalStore:
 
     def __init__(self, root: Path, *, parallel: int = 4) -> None:
         self._root = root.absolute()
-        self._parallel = parallel
-
-    @property
-    def url(self) -> str:
-        return self._root.as_uri()
-
-    @property
-    def parallel(self) -> int:
-        return self._parallel
+        self.url, self.parallel = self._root.as_uri(), parallel
 
     def check(self) -> StoreCheck:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -65,16 +57,18 @@ class LocalStore:
             raise self._missing(key) from None
 
     def write(self, key: str, data: bytes) -> StoredObject:
-        with self._aside(key) as (file, aside, path):
-            _finish(file, data)
-            os.replace(aside, path)
+        path = self._path(key)
+        with temporary_file(path) as (file, temporary):
+            write_to_disk(file, data)
+            os.replace(temporary, path)
         return StoredObject(key, len(data), digest_bytes(data))
 
     def write_once(self, key: str, data: bytes) -> bool:
-        with self._aside(key) as (file, aside, path):
-            _finish(file, data)
+        path = self._path(key)
+        with temporary_file(path) as (file, temporary):
+            write_to_disk(file, data)
             try:
-                os.link(aside, path)
+                os.link(temporary, path)
             except FileExistsError:
                 if path.read_bytes() == data:
                     return False
@@ -83,22 +77,24 @@ class LocalStore:
         return True
 
     def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
-        with self._aside(key) as (file, aside, path):
+        path = self._path(key)
+        with temporary_file(path) as (file, temporary):
             size, digest = _copy(source, file)
-            os.replace(aside, path)
+            os.replace(temporary, path)
         sent(size)
         return StoredObject(key, size, digest)
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
-        with self._aside(key) as (file, aside, path):
+        path = self._path(key)
+        with temporary_file(path) as (file, temporary):
             sha, written = hashlib.sha256(), 0
             for chunk in chunks:
                 sha.update(chunk)
                 written += file.write(chunk)
-            _finish(file, b"")
+            write_to_disk(file, b"")
             if (written, f"sha256:{sha.hexdigest()}") != (size_bytes, sha256):
                 raise other_bytes(key)
-            os.replace(aside, path)
+            os.replace(temporary, path)
         return StoredObject(key, size_bytes, sha256)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
@@ -106,16 +102,16 @@ class LocalStore:
         path = self._path(key)
         if not path.is_file():
             raise self._missing(key)
-        with _aside(target) as (file, aside):
+        with temporary_file(target) as (file, temporary):
             _size, digest = _copy(path, file)
             if sha256 not in (None, digest):
                 raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {sha256}", "retry the job from that stage")
-            os.replace(aside, target)
+            os.replace(temporary, target)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         root = self._root / directory_prefix(prefix)
-        found = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
-        keys = {path.relative_to(self._root).as_posix(): path for path in found}
+        paths = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
+        keys = {path.relative_to(self._root).as_posix(): path for path in paths}
         for key in sorted(keys):
             if not any(part.startswith(".") for part in key.split("/")):
                 with suppress(FileNotFoundError):  # deleted since
@@ -125,8 +121,8 @@ class LocalStore:
         self._path(key).unlink(missing_ok=True)
 
     def delete_all(self, prefix: str) -> int:
-        """See `ArtifactStore`. Directories that become empty are removed."""
-        doomed = [found.key for found in self.list(prefix)]
+        """See `ArtifactStore`. Removes directories that become empty."""
+        doomed = [stored.key for stored in self.list(prefix)]
         for key in doomed:
             self.delete(key)
         root = self._root / directory_prefix(prefix)
@@ -149,31 +145,6 @@ class LocalStore:
     def _missing(self, key: str) -> ArtifactMissing:
         return ArtifactMissing(f"no {key} in {self.url}", "run the stage that writes it, or retry the job")
 
-    @contextmanager
-    def _aside(self, key: str) -> Iterator[tuple[IO[bytes], Path, Path]]:
-        path = self._path(key)
-        with _aside(path) as (file, aside):
-            yield file, aside, path
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """A temporary file in the directory of `path`; deleted at the end unless it was renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, 0o644)
-            yield file, Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _finish(file: IO[bytes], data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
 
 def _copy(source: Path, file: IO[bytes]) -> tuple[int, str]:
     """Copy a file's bytes; return their number and digest."""
@@ -182,6 +153,5 @@ def _copy(source: Path, file: IO[bytes]) -> tuple[int, str]:
         while chunk := reading.read(_CHUNK):
             sha.update(chunk)
             size += file.write(chunk)
-    file.flush()
-    os.fsync(file.fileno())
+    write_to_disk(file, b"")
     return size, "sha256:" + sha.hexdigest()

@@ -12,7 +12,6 @@ the case of metadata names; moto 5.2 honours If-None-Match and verifies neither.
 
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -24,20 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from botocore.exceptions import ClientError
 
-from eyrie_api.artifacts import digest_bytes, digest_file
-from eyrie_api.artifacts.s3_client import (
-    ALREADY_EXISTS,
-    Bucket,
-    RangeNotSatisfiable,
-    abort,
-    changed,
-    code_of,
-    in_parts,
-    md5_base64,
-    run_all,
-    upload_in_parts,
-    upload_stream,
-)
+from eyrie_api.artifacts import digest_bytes, digest_file, s3_client, temporary_file
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
@@ -73,17 +59,9 @@ class S3Store:
                                "write s3://bucket or s3://bucket/prefix; credentials come from a mounted Secret or the "
                                "environment, never from a URL")
         self._prefix = directory_prefix(unquote(parts.path).lstrip("/"))
-        self._url = f"s3://{parts.netloc}/{self._prefix}".rstrip("/")
-        self._bucket = Bucket(parts.netloc, options, self._url)
+        self.url, self.parallel = f"s3://{parts.netloc}/{self._prefix}".rstrip("/"), options.parallel
+        self._bucket = s3_client.Bucket(parts.netloc, options, self.url)
         self._conditional: bool | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def parallel(self) -> int:
-        return self._bucket.options.parallel
 
     def check(self) -> StoreCheck:
         """See `ArtifactStore`. Tests whether the server honours If-None-Match: some ignore it silently."""
@@ -91,7 +69,13 @@ class S3Store:
         with self._bucket.translating_errors("the check of the store"):
             self._bucket.client.put_object(**place, Body=b"first")
             try:
-                self._conditional = self._refuses_a_second(place)
+                try:
+                    self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
+                    self._conditional = False
+                except ClientError as error:
+                    if s3_client.code_of(error) not in (*s3_client.ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
+                        raise
+                    self._conditional = s3_client.code_of(error) in s3_client.ALREADY_EXISTS
                 self._bucket.client.get_object(**place)["Body"].read()
             finally:
                 self._bucket.client.delete_object(**place)
@@ -103,10 +87,10 @@ class S3Store:
     def stat(self, key: str) -> StoredObject | None:
         try:
             with self._bucket.translating_errors(key):
-                found = self._bucket.client.head_object(**self._place(key))
+                head = self._bucket.client.head_object(**self._place(key))
         except ArtifactMissing:
             return None
-        return StoredObject(key, found["ContentLength"], _digest_of(found))
+        return StoredObject(key, head["ContentLength"], _digest_of(head))
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         read: list[bytes] = []
@@ -142,44 +126,38 @@ class S3Store:
     def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
         digest, size = digest_file(source), source.stat().st_size
         if size > self._bucket.options.part_size_bytes:
-            upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
+            s3_client.upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
             return StoredObject(key, size, digest)
         data = source.read_bytes()
         if digest_bytes(data) != digest:
-            raise changed(source)
+            raise s3_client.changed(source)
         written = self.write(key, data)
         sent(size)
         return written
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
         if size_bytes > self._bucket.options.part_size_bytes:
-            upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
+            s3_client.upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
             return StoredObject(key, size_bytes, sha256)
-        data = next(in_parts(chunks, size_bytes + 1), b"")
+        data = next(s3_client.in_parts(chunks, size_bytes + 1), b"")
         if (len(data), digest_bytes(data)) != (size_bytes, sha256):
             raise other_bytes(key)
         return self.write(key, data)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
-        found = self.stat(key)
-        if found is None:
+        stored = self.stat(key)
+        if stored is None:
             raise self._bucket.missing(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "r+b"):
-                os.fchmod(handle, 0o644)
-                os.truncate(handle, found.size_bytes)
-                step = self._bucket.options.part_size_bytes
-                run_all(self.parallel, [
-                    partial(self._fetch, key, start, min(start + step, found.size_bytes),
-                            lambda at, chunk: os.pwrite(handle, chunk, at))
-                    for start in range(0, found.size_bytes, step)])
-                os.fsync(handle)
-            self._compare(key, digest_file(Path(name)), sha256 or found.sha256)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        step = self._bucket.options.part_size_bytes
+        with temporary_file(target) as (file, temporary):
+            os.truncate(file.fileno(), stored.size_bytes)
+            s3_client.run_all(self.parallel, [
+                partial(self._fetch, key, start, min(start + step, stored.size_bytes),
+                        lambda at, chunk: os.pwrite(file.fileno(), chunk, at))
+                for start in range(0, stored.size_bytes, step)])
+            os.fsync(file.fileno())
+            self._compare(key, digest_file(temporary), sha256 or stored.sha256)
+            os.replace(temporary, target)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         below = self._prefix + directory_prefix(prefix)
@@ -187,15 +165,15 @@ class S3Store:
             Bucket=self._bucket.name, Prefix=below, PaginationConfig={"PageSize": PAGE})
         with self._bucket.translating_errors(f"the list of {below}"):
             for page in pages:
-                for found in page.get("Contents", ()):
-                    yield StoredObject(found["Key"].removeprefix(self._prefix), found["Size"])
+                for item in page.get("Contents", ()):
+                    yield StoredObject(item["Key"].removeprefix(self._prefix), item["Size"])
 
     def delete(self, key: str) -> None:
         with self._bucket.translating_errors(key):
             self._bucket.client.delete_object(**self._place(key))
 
     def delete_all(self, prefix: str) -> int:
-        doomed = [{"Key": self._place(found.key)["Key"]} for found in self.list(prefix)]
+        doomed = [{"Key": self._place(stored.key)["Key"]} for stored in self.list(prefix)]
         for start in range(0, len(doomed), PAGE):
             batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
             with self._bucket.translating_errors(prefix):
@@ -212,12 +190,12 @@ class S3Store:
             Bucket=self._bucket.name, Prefix=below)
         try:
             with self._bucket.translating_errors(f"list of unfinished uploads below {below}"):
-                found = [upload for page in pages for upload in page.get("Uploads", ())]
+                uploads = [upload for page in pages for upload in page.get("Uploads", ())]
         except ArtifactMissing:  # rclone's server answers NoSuchUpload where no upload has begun since its start
             return 0
-        for upload in found:
+        for upload in uploads:
             if upload["Initiated"] <= before:
-                abort(self._bucket, upload["Key"], upload["UploadId"])
+                s3_client.abort(self._bucket, upload["Key"], upload["UploadId"])
                 swept += 1
         return swept
 
@@ -227,17 +205,8 @@ class S3Store:
     def _put(self, key: str, data: bytes, **conditions: str) -> StoredObject:
         digest = digest_bytes(data)
         self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest},
-                                       ContentMD5=md5_base64(data), **conditions)
+                                       ContentMD5=s3_client.md5_base64(data), **conditions)
         return StoredObject(key, len(data), digest)
-
-    def _refuses_a_second(self, place: dict[str, Any]) -> bool:
-        try:
-            self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
-        except ClientError as error:
-            if code_of(error) not in (*ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
-                raise
-            return code_of(error) in ALREADY_EXISTS
-        return False
 
     def _refuse_other(self, key: str, data: bytes) -> None:
         if self.read(key) != data:
@@ -264,7 +233,7 @@ class S3Store:
                         take(at, chunk)
                         at, attempt = at + len(chunk), 0
                 return digest
-            except RangeNotSatisfiable:
+            except s3_client.RangeNotSatisfiable:
                 return digest
             except StoreUnavailable:
                 attempt += 1

@@ -58,8 +58,6 @@ _TRANSIENT_CODES = ("SlowDown", "RequestTimeout", "InternalError", "BadDigest")
 class RangeNotSatisfiable(Permanent):
     """A range that begins at or after the object's end (HTTP 416)."""
 
-    reason = "RangeNotSatisfiable"
-
 
 class Bucket:
     """One bucket: boto3's client, and the translation of its errors."""
@@ -105,23 +103,16 @@ class Bucket:
             return self.missing(what)
         if status in (408, 429) or status >= 500 or code in _TRANSIENT_CODES:
             return StoreUnavailable(f"{self.url} answered {code} for {what}")
-        behind_s = _clock_behind_s(error)
+        date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+        behind_s = 0.0
+        with suppress(ValueError):  # no date. The code does not say it: an answer to HEAD has no body
+            behind_s = parsedate_to_datetime(str(date)).timestamp() - time.time()
         if abs(behind_s) > _MAX_SKEW_S:
             return StoreUnavailable(f"{self.url} answered {code} for {what}: this machine's clock is {behind_s:.0f} s "
                                     "behind the store's, and signatures of another time are refused",
-                                    "set the clock; it goes on by itself")
+                                    "set the clock; the work continues by itself")
         return StoreAccessDenied(f"{self.url} answered {code} for {what}",
                             "check EYRIE_ARTIFACTS_*, the credentials, their permissions and the clock")
-
-
-def _clock_behind_s(error: ClientError) -> float:
-    """How far the wall clock is behind the server's, by the response's Date; 0 without one. The code does not say: an
-    answer to HEAD has no body."""
-    date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    try:
-        return parsedate_to_datetime(str(date)).timestamp() - time.time()
-    except ValueError:
-        return 0.0
 
 
 def code_of(error: ClientError) -> str:
@@ -211,9 +202,13 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     upload, uploaded = _resume(bucket, record_file, wanted)
     if not upload.upload_id:
         with bucket.translating_errors(key):
-            made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
-        upload = upload.model_copy(update={"upload_id": made["UploadId"]})
-    recorded = _record(record_file, upload)
+            created = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
+        upload = upload.model_copy(update={"upload_id": created["UploadId"]})
+    recorded = True
+    try:
+        write_atomically(record_file, upload.model_dump_json())
+    except OSError:
+        recorded = False
     sent: dict[int, str] = {}
     try:
         _send(bucket, source, upload, uploaded, sent, report)
@@ -234,9 +229,9 @@ def upload_stream(bucket: Bucket, key: str, chunks: Iterable[bytes], size: int, 
     other, each tried again while the store is away. Resumes nothing."""
     part_size = max(bucket.options.part_size_bytes, math.ceil(size / _MAX_PARTS))
     with bucket.translating_errors(key):
-        made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
+        created = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
     upload = Upload(url=bucket.url, key=key, sha256=sha256, size_bytes=size, part_size_bytes=part_size,
-                    upload_id=made["UploadId"])
+                    upload_id=created["UploadId"])
     sha, sent, etags = hashlib.sha256(), 0, dict[int, str]()
     try:
         for number, data in enumerate(in_parts(chunks, part_size), start=1):
@@ -285,22 +280,22 @@ def md5_base64(data: bytes) -> str:
 def _resume(bucket: Bucket, record_file: Path, wanted: Upload) -> tuple[Upload, dict[int, tuple[str, int]]]:
     """The recorded upload and its parts, if it is of the same bytes and the server still has it."""
     try:
-        found = Upload.model_validate_json(record_file.read_bytes())
+        recorded = Upload.model_validate_json(record_file.read_bytes())
     except (OSError, ValidationError):
         return wanted, {}
-    if found.model_copy(update={"upload_id": ""}) != wanted:
-        if (found.url, found.key) == (wanted.url, wanted.key):
-            abort(bucket, found.key, found.upload_id)
+    if recorded.model_copy(update={"upload_id": ""}) != wanted:
+        if (recorded.url, recorded.key) == (wanted.url, wanted.key):
+            abort(bucket, recorded.key, recorded.upload_id)
         return wanted, {}
     uploaded: dict[int, tuple[str, int]] = {}
     try:
-        with bucket.translating_errors(found.key):
+        with bucket.translating_errors(recorded.key):
             for page in bucket.client.get_paginator("list_parts").paginate(
-                    Bucket=bucket.name, Key=found.key, UploadId=found.upload_id):
+                    Bucket=bucket.name, Key=recorded.key, UploadId=recorded.upload_id):
                 uploaded.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in page.get("Parts", ())})
     except ArtifactMissing:  # race: swept, or completed just before the process was killed
         return wanted, {}
-    return found, uploaded
+    return recorded, uploaded
 
 
 def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tuple[str, int]],
@@ -337,14 +332,6 @@ def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:
     with bucket.translating_errors(upload.key):
         bucket.client.complete_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
                                                 MultipartUpload={"Parts": parts})
-
-
-def _record(record_file: Path, upload: Upload) -> bool:
-    try:
-        write_atomically(record_file, upload.model_dump_json())
-    except OSError:
-        return False
-    return True
 
 
 def _remove_record(record_file: Path) -> None:

@@ -83,10 +83,6 @@ class StorageUsage(Frozen):
     removable_bytes: int
 
 
-def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
-    return {job.id: JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None) for job in jobs}
-
-
 def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
     """(job, checkpoint) of everything an endpoint serves, may serve, or may roll back to."""
     return {(revision.job_id, revision.checkpoint) for endpoint in endpoints for revision in endpoint.revisions
@@ -105,14 +101,14 @@ def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     for spec in specs:
         paths += [spec.drafter.init_from, *(rival.path for rival in spec.rivals)]
         paths += [str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values]
-    return {(found["job"], found["name"]) for path in paths if path is not None
-            for found in (_CHECKPOINT.search(path),) if found is not None}
+    return {(match["job"], match["name"]) for path in paths if path is not None
+            for match in (_CHECKPOINT.search(path),) if match is not None}
 
 
 def that_have_not(condition: Literal["Regenerated", "Captured"], jobs: Iterable[Job]) -> list[str]:
     """The jobs that may still take over answers (which have not Regenerated) or states (not Captured) of others."""
     return [job.id for job in jobs if job.status.phase in MAY_READ
-            and not any(one.type == condition and one.status == "True" for one in job.status.conditions)]
+            and not any(held.type == condition and held.status == "True" for held in job.status.conditions)]
 
 
 def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[str, ...]]:
@@ -125,7 +121,7 @@ def reused_by(job_ids: Iterable[str], read: Callable[[str], bytes]) -> dict[str,
         with suppress(ArtifactMissing, ValueError):  # not started, or a file that its next start writes again
             for earlier in json.loads(read(f"jobs/{job_id}/job.json")).get("reuse", ()):
                 readers[earlier].append(job_id)
-    return {earlier: tuple(sorted(found)) for earlier, found in sorted(readers.items())}
+    return {earlier: tuple(sorted(job_readers)) for earlier, job_readers in sorted(readers.items())}
 
 
 def states_of(jobs: Iterable[str]) -> set[tuple[str, str]]:
@@ -143,9 +139,9 @@ def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
             kind, name = next(((kind, match.groupdict().get("name", "")) for kind, match in matches if match),
                               ("record", ""))
             gathered[parts[1], kind, name].append((place, size))
-    return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
-                    files=tuple(sorted(place for place, _ in found)))
-            for (job_id, kind, name), found in sorted(gathered.items())]
+    return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in sized_files),
+                    files=tuple(sorted(place for place, _ in sized_files)))
+            for (job_id, kind, name), sized_files in sorted(gathered.items())]
 
 
 def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]],
@@ -189,24 +185,20 @@ def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[st
     return None
 
 
-def files_in_home(home: Path) -> Iterator[tuple[str, int]]:
-    """Every file below `jobs/` with its size, hidden ones too: training states are. In order of name, job by job.
+def files_in_home(home: Path, place: str = "jobs") -> Iterator[tuple[str, int]]:
+    """Every file below `place` with its size, hidden ones too: training states are. In order of name, job by job.
 
     What is deleted meanwhile is left out. Raises OSError for a directory that cannot be read.
     """
-    yield from _files_below(home / "jobs", "jobs")
-
-
-def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
     try:
-        with os.scandir(directory) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+        with os.scandir(home / place) as entries:
+            by_name = sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
-    for entry in found:
+    for entry in by_name:
         here = f"{place}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
-            yield from _files_below(Path(entry.path), here)
+            yield from files_in_home(home, here)
         elif entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
                 yield here, entry.stat(follow_symlinks=False).st_size
@@ -214,8 +206,8 @@ def _files_below(directory: Path, place: str) -> Iterator[tuple[str, int]]:
 
 def files_in_store(store: ArtifactStore) -> Iterator[tuple[str, int]]:
     """Every object below `jobs/` with its size."""
-    for found in store.list("jobs"):
-        yield found.key, found.size_bytes
+    for stored in store.list("jobs"):
+        yield stored.key, stored.size_bytes
 
 
 def read_in_home(home: Path, place: str) -> bytes:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -32,20 +32,15 @@ _PIECE_BYTES = 8 * 2**20
 class StoreUnavailable(Transient):
     """The store does not respond, or throttles requests."""
 
-    reason = "StoreUnavailable"
-
 
 class StoreAccessDenied(Permanent):
     """Credentials rejected, or permission missing."""
 
     exit_code = 77  # EX_NOPERM
-    reason = "StoreAccessDenied"
 
 
 class AlreadyWritten(Conflict):
     """The object exists, with other bytes."""
-
-    reason = "AlreadyWritten"
 
 
 Sent = Callable[[int], None]
@@ -171,18 +166,23 @@ MIN_PART_BYTES = 5 * 2**20
 """S3's smallest part, the last one excepted."""
 
 
-def from_variables(kind: type[VariablesT], prefix: str, environ: Mapping[str, str] | None = None) -> VariablesT:
-    """Settings from the variables named after their fields. Raises InvalidInput naming the variable that is wrong."""
+def from_variables(kind: type[VariablesT], prefix: str, environ: Mapping[str, str] | None = None,
+                   secret: Collection[str] = (), **given_values: object) -> VariablesT:
+    """Settings from the variables named after their fields, but for those given. Raises InvalidInput naming the
+    variable that is wrong.
+
+    secret   fields whose values the error does not contain, because messages reach logs
+    """
     environ = os.environ if environ is None else environ
-    names = {name: prefix + name.upper() for name in kind.model_fields}
+    names = {name: prefix + name.upper() for name in kind.model_fields if name not in given_values}
     values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(values | given_values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise InvalidInput(f"{names[name]} = {values.get(name)!r}: {rule_of(first)}",
-                           "correct or unset the variable") from error
+        value = "<secret>" if name in secret else repr(values.get(name))
+        raise InvalidInput(f"{names[name]} = {value}: {rule_of(first)}", "correct or unset the variable") from error
 
 
 class StoreOptions(FromVariables):
@@ -229,13 +229,13 @@ class StoreOptions(FromVariables):
         directory = self.credentials_dir
         if directory is None:
             return {}
-        found = {name: (directory / name).read_text().strip() for name in ("access_key", "secret_key", "session_token")
+        values = {name: (directory / name).read_text().strip() for name in ("access_key", "secret_key", "session_token")
                  if (directory / name).is_file()}
-        missing = [name for name in ("access_key", "secret_key") if not found.get(name)]
+        missing = [name for name in ("access_key", "secret_key") if not values.get(name)]
         if missing:
             raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} lacks {' and '.join(missing)}",
                                "mount a Secret with the keys access_key and secret_key there")
-        return found
+        return values
 
 
 T = TypeVar("T")

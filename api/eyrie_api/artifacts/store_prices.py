@@ -34,7 +34,7 @@ class StorePrices:
 
 
 # Amazon and Google bill a GB of 2^30 bytes, Cloudflare one of 10^9. Of prices in steps the first.
-STORES: Mapping[str, StorePrices] = {one.name: one for one in (
+STORES: Mapping[str, StorePrices] = {row.name: row for row in (
     StorePrices("aws-s3", 0.023 * _TB / _GIB, 5.0, 0.40,
                 "list prices of S3 Standard in us-east-1, https://aws.amazon.com/s3/pricing/"),
     StorePrices("gcs", 0.020 * _TB / _GIB, 5.0, 0.40,
@@ -55,24 +55,24 @@ def store_prices(text: str | None, endpoint_url: str | None) -> StorePrices | No
     Raises ValueError for a text that names no row, or not every price.
     """
     host = re.sub(r"^https?://|[:/].*$", "", endpoint_url or "https://s3.amazonaws.com")
-    found = STORES.get(next((name for suffix, name in _HOSTS if host.endswith(suffix)), ""))
-    given: dict[str, float] = {}
-    for part in (one.strip() for one in (text or "").split(",")):
+    row = STORES.get(next((name for suffix, name in _HOSTS if host.endswith(suffix)), ""))
+    prices: dict[str, float] = {}
+    for part in (piece.strip() for piece in (text or "").split(",")):
         field, is_price, number = part.partition("=")
         if is_price and field in _FIELDS and re.fullmatch(r"\d+(\.\d+)?", number):
-            given[field] = float(number)
+            prices[field] = float(number)
         elif part in STORES:
-            found = STORES[part]
+            row = STORES[part]
         elif part:
             raise ValueError(f"{part!r} is neither a known store ({', '.join(STORES)}) nor a price like storage=20 "
                              f"({', '.join(_FIELDS)})")
-    if not given:
-        return found
-    if found is None:
-        missing = [field for field in _FIELDS[:3] if field not in given]
+    if not prices:
+        return row
+    if row is None:
+        missing = [field for field in _FIELDS[:3] if field not in prices]
         if missing:
             raise ValueError(f"{', '.join(missing)} is missing, and no known store is named")
-        return StorePrices("of EYRIE_STORE_PRICES", source="EYRIE_STORE_PRICES", **given)
-    changed = StorePrices(found.name, given.get("storage", found.storage), given.get("put", found.put),
-                          given.get("get", found.get), "", given.get("traffic", found.traffic))
-    return replace(changed, source=f"{found.source}; {', '.join(given)} of EYRIE_STORE_PRICES")
+        return StorePrices("of EYRIE_STORE_PRICES", source="EYRIE_STORE_PRICES", **prices)
+    changed = StorePrices(row.name, prices.get("storage", row.storage), prices.get("put", row.put),
+                          prices.get("get", row.get), "", prices.get("traffic", row.traffic))
+    return replace(changed, source=f"{row.source}; {', '.join(prices)} of EYRIE_STORE_PRICES")

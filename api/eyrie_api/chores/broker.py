@@ -11,7 +11,6 @@ account. It is delivered again later, which chores and shards allow for, and the
 and opens another.
 """
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ class BrokerUnavailable(Transient):
     """The broker is unavailable."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "BrokerUnavailable"
 
 
 class _ReleasingQoS(redis.QoS):  # type: ignore[misc]
@@ -95,11 +93,6 @@ def messages_waiting(connection: Connection, queue: str) -> int:
     except (OperationalError, OSError, *connection.connection_errors) as error:
         raise BrokerUnavailable(f"the broker is unavailable: {type(error).__name__}",
                                 "check EYRIE_BROKER_URL") from error
-
-
-def without_password(url: str) -> str:
-    """A broker's URL without its credentials."""
-    return re.sub(r"//[^/@]*@", "//", url)
 
 
 class TaskLocks:

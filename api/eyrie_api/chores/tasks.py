@@ -27,7 +27,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from celery import Celery
 
@@ -63,25 +62,18 @@ def make_celery(settings: Settings, advance: Step, *, reconcile_endpoint: Step |
     """
     database = database or Database(settings.resolved_database_url)
     app = Celery("eyrie", broker=settings.broker_url, set_as_current=False)
-    app.conf.update(_configuration(settings))
+    app.conf.update(
+        task_default_queue=chore_queue(settings),
+        **transport_settings(settings.broker_url, settings.visibility_timeout_s),
+        task_serializer="json", accept_content=["json"], task_acks_late=True, task_reject_on_worker_lost=True,
+        task_ignore_result=True, task_store_errors_even_if_ignored=False, worker_prefetch_multiplier=1,
+        # The dispatcher must not block while the broker is unavailable: the outbox keeps the chore.
+        task_publish_retry=False,
+        worker_hijack_root_logger=False, worker_enable_remote_control=False,
+        # A chore whose connection is lost is delivered again, and may run twice: cancelling it gains nothing.
+        worker_cancel_long_running_tasks_on_connection_loss=False)
     _add_chores(app, settings, database, clock, advance, reconcile_endpoint, forget, sweep)
     return app
-
-
-def _configuration(settings: Settings) -> dict[str, Any]:
-    return {
-        "task_default_queue": chore_queue(settings),
-        **transport_settings(settings.broker_url, settings.visibility_timeout_s),
-        "task_serializer": "json", "accept_content": ["json"],
-        "task_acks_late": True, "task_reject_on_worker_lost": True,
-        "task_ignore_result": True, "task_store_errors_even_if_ignored": False,
-        "worker_prefetch_multiplier": 1,
-        # The dispatcher must not block while the broker is unavailable: the outbox keeps the chore.
-        "task_publish_retry": False,
-        "worker_hijack_root_logger": False, "worker_enable_remote_control": False,
-        # A chore whose connection is lost is delivered again, and may run twice: cancelling it gains nothing.
-        "worker_cancel_long_running_tasks_on_connection_loss": False,
-    }
 
 
 def chore_queue(settings: Settings) -> str:

@@ -8,6 +8,7 @@ more, and no task has an effect twice.
 
 import logging
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from celery.signals import worker_process_init
 from celery.worker import WorkController
 from kombu.exceptions import OperationalError
 
-from eyrie_api.chores.broker import BrokerUnavailable, without_password
+from eyrie_api.chores.broker import BrokerUnavailable
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
@@ -87,6 +88,7 @@ class ChoreLoop:
     def __init__(self, settings: Settings, app: Celery) -> None:
         self._settings, self._app = settings, app
         self._ticker = Ticker(settings, app)
+        self.wake = self._ticker.wake
         self._worker = _Worker(
             app=app, pool="threads", concurrency=settings.chore_threads, hostname=f"eyrie-{id(self):x}@local",
             without_heartbeat=True, without_mingle=True, without_gossip=True, loglevel="WARNING")
@@ -98,16 +100,11 @@ class ChoreLoop:
         self._thread.start()
         self._ticker.start()
         if not self._worker.ready.wait(timeout_s):
-            raise BrokerUnavailable(f"broker {without_password(self._settings.broker_url)} did not respond within "
-                                    f"{timeout_s:g} s",
+            url = re.sub(r"//[^/@]*@", "//", self._settings.broker_url)  # without its credentials
+            raise BrokerUnavailable(f"broker {url} did not respond within {timeout_s:g} s",
                                     "start it, correct EYRIE_BROKER_URL, or unset it to run the chores in this process")
 
-    def wake(self) -> None:
-        """Dispatch the outbox now rather than at the next tick."""
-        self._ticker.wake()
-
     def stop(self) -> None:
-        """Wait for running chores, then stop both threads."""
         self._ticker.stop()
         # Raised in the worker's own thread, as its signal handlers would; celery's `state.should_stop` is process-wide.
         self._worker.consumer.call_soon(_raise_shutdown)

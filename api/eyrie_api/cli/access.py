@@ -35,15 +35,6 @@ InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJEC
 ProjectName = Annotated[str, typer.Argument(metavar="PROJECT")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    app.add_typer(keys_app, name="keys")
-    app.add_typer(projects_app, name="projects")
-    app.add_typer(webhooks_app, name="webhooks")
-    app.command("whoami")(whoami)
-    app.command("audit")(audit)
-
-
 @verb
 def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Show the authenticated identity and its permissions."""
@@ -67,13 +58,14 @@ def keys_create(
 ) -> None:
     """Create an API key, which is shown only once."""
     screen = Screen(as_json=as_json)
-    scopes = None if scope is None else tuple(cast(Action, _one_of(one, Action, "--scope")) for one in scope)
+    scopes = None if scope is None else tuple(cast(Action, _one_of(action, Action, "--scope")) for action in scope)
     wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes, everywhere=everywhere,
                       **({} if days is None else {"expires_in_days": days or None}))
     with connect(server, project) as client:
-        made = client.create_key(wanted)
-    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} of {made.key.project or 'every project'}: "
-                                                       "shown only once; use it as EYRIE_TOKEN")
+        created = client.create_key(wanted)
+    key = created.key
+    _show_once(screen, {"key": key}, created.secret,
+               f"key {key.id} of {key.project or 'every project'}: shown only once; use it as EYRIE_TOKEN")
 
 
 @keys_app.command("list")
@@ -82,8 +74,8 @@ def keys_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_jso
     """List keys, newest first."""
     with connect(server, project) as client:
         listed = client.keys()
-    rows = [(one.id, one.name, one.project or "*", one.role, _day(one.expires_at), _day(one.last_used_at),
-             "revoked" if one.revoked_at is not None else "") for one in listed.items]
+    rows = [(key.id, key.name, key.project or "*", key.role, _day(key.expires_at), _day(key.last_used_at),
+             "revoked" if key.revoked_at is not None else "") for key in listed.items]
     Screen(as_json=as_json).show(listed, _table(("ID", "NAME", "PROJECT", "ROLE", "EXPIRES", "LAST USED", ""), rows,
                                                 "No keys yet: eyrie keys create <name>"))
 
@@ -108,8 +100,8 @@ def keys_rotate(
     """Replace a key by a new one with the same permissions."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
-        made = client.rotate_key(key, overlap_s)
-    _show_once(screen, {"key": made.key}, made.secret, f"key {made.key.id} replaces {key}; shown only once")
+        created = client.rotate_key(key, overlap_s)
+    _show_once(screen, {"key": created.key}, created.secret, f"key {created.key.id} replaces {key}; shown only once")
 
 
 @projects_app.command("list")
@@ -130,8 +122,8 @@ def projects_create(
 ) -> None:
     """Create a project."""
     with connect(server) as client:
-        made = client.create_project(_checked(CreateProject, name=name, description=description))
-    Screen(as_json=as_json).show(made, _projects([made]))
+        created = client.create_project(_checked(CreateProject, name=name, description=description))
+    Screen(as_json=as_json).show(created, _projects([created]))
 
 
 @projects_app.command("quotas")
@@ -162,7 +154,7 @@ def projects_members(name: ProjectName, server: Server = DEFAULT_SERVER, as_json
     """List the members of a project."""
     with connect(server) as client:
         listed = client.members(name)
-    rows = [(str(one.id), one.kind, one.value, one.role, one.issuer) for one in listed.items]
+    rows = [(str(member.id), member.kind, member.value, member.role, member.issuer) for member in listed.items]
     Screen(as_json=as_json).show(listed, _table(("ID", "KIND", "VALUE", "ROLE", "ISSUER"), rows, "No members yet."))
 
 
@@ -183,8 +175,8 @@ def projects_add_member(
     wanted = _checked(CreateMember, kind="group" if subject is None else "subject", value=subject or group,
                       role=_one_of(role, Role, "--role"), issuer=issuer)
     with connect(server) as client:
-        made = client.add_member(name, wanted)
-    Screen(as_json=as_json).show(made, Text(f"{made.kind} {made.value} is {made.role} in {made.project}."))
+        member = client.add_member(name, wanted)
+    Screen(as_json=as_json).show(member, Text(f"{member.kind} {member.value} is {member.role} in {member.project}."))
 
 
 @projects_app.command("remove-member")
@@ -210,8 +202,8 @@ def audit(
     screen = Screen(as_json=as_json)
     with connect(server, project) as client:
         page = client.audit(actor=actor, verb=done, thing=thing, before=before, limit=limit)
-    rows = [(one.time.astimezone().strftime("%m-%d %H:%M:%S"), one.actor, one.verb, one.object, one.project or "-",
-             one.outcome) for one in page.items]
+    rows = [(entry.time.astimezone().strftime("%m-%d %H:%M:%S"), entry.actor, entry.verb, entry.object,
+             entry.project or "-", entry.outcome) for entry in page.items]
     screen.show(page, _table(("TIME", "WHO", "DID", "TO", "PROJECT", "OUTCOME"), rows, "Nothing yet."))
     if page.next_before is not None:
         screen.note(f"older ones: eyrie audit --before {page.next_before}")
@@ -225,7 +217,7 @@ def webhooks_create(
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Post a project's events to a URL. The signing secret is shown only once."""
-    events = [cast(WebhookEvent, _one_of(one, WebhookEvent, "--event")) for one in event or ()]
+    events = [cast(WebhookEvent, _one_of(name, WebhookEvent, "--event")) for name in event or ()]
     wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
     with connect(server, project) as client:
         _show_webhook(client.create_webhook(wanted), Screen(as_json=as_json))
@@ -237,7 +229,8 @@ def webhooks_list(project: InProject = None, server: Server = DEFAULT_SERVER, as
     """List webhooks."""
     with connect(server, project) as client:
         listed = client.webhooks()
-    rows = [(one.id, one.project, one.url, ", ".join(one.events), one.disabled_reason or "on") for one in listed.items]
+    rows = [(hook.id, hook.project, hook.url, ", ".join(hook.events), hook.disabled_reason or "on")
+            for hook in listed.items]
     Screen(as_json=as_json).show(listed, _table(("ID", "PROJECT", "URL", "EVENTS", "STATE"), rows, "No webhooks yet."))
 
 
@@ -267,8 +260,8 @@ def webhooks_deliveries(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_
     """List a webhook's latest deliveries."""
     with connect(server) as client:
         listed = client.deliveries(webhook)
-    rows = [(one.id, one.event, one.state, str(one.attempts), str(one.status or one.error or "-"),
-             _day(one.next_at)) for one in listed.items]
+    rows = [(delivery.id, delivery.event, delivery.state, str(delivery.attempts),
+             str(delivery.status or delivery.error or "-"), _day(delivery.next_at)) for delivery in listed.items]
     Screen(as_json=as_json).show(listed, _table(("ID", "EVENT", "STATE", "ATTEMPTS", "ANSWER", "NEXT"), rows,
                                                 "Nothing was sent yet."))
 
@@ -295,10 +288,10 @@ def _show_once(screen: Screen, made: dict[str, Any], secret: str, note: str) -> 
     screen.note(note)
 
 
-def _one_of(given: str, kind: Any, flag: str) -> str:
-    if given not in get_args(kind):
-        raise InvalidInput(f"{flag} {given!r} is none", f"one of {', '.join(get_args(kind))}")
-    return given
+def _one_of(value: str, kind: Any, flag: str) -> str:
+    if value not in get_args(kind):
+        raise InvalidInput(f"{flag} {value!r} is not known", f"give one of {', '.join(get_args(kind))}")
+    return value
 
 
 def _checked(model: Any, **fields: Any) -> Any:
@@ -310,10 +303,11 @@ def _checked(model: Any, **fields: Any) -> Any:
 
 
 def _projects(projects: Sequence[Project]) -> Table | Text:
-    rows = [(one.name, _of(one.live_jobs, one.quotas.max_jobs), _of(one.live_endpoints, one.quotas.max_endpoints),
-             _of(one.live_gpus, one.quotas.max_gpus), _of(one.live_replicas, one.quotas.max_replicas),
-             "any" if one.quotas.priority_classes is None else ", ".join(one.quotas.priority_classes) or "none",
-             str(one.quotas.requests_per_minute or "-"), one.description) for one in projects]
+    rows = [(project.name, _of(project.live_jobs, quotas.max_jobs), _of(project.live_endpoints, quotas.max_endpoints),
+             _of(project.live_gpus, quotas.max_gpus), _of(project.live_replicas, quotas.max_replicas),
+             "any" if quotas.priority_classes is None else ", ".join(quotas.priority_classes) or "none",
+             str(quotas.requests_per_minute or "-"), project.description)
+            for project in projects for quotas in (project.quotas,)]
     return _table(("NAME", "JOBS", "ENDPOINTS", "GPUS", "REPLICAS", "PRIORITY CLASSES", "REQUESTS/MIN", "DESCRIPTION"),
                   rows, "You are in no project.")
 

@@ -1,13 +1,12 @@
-"""Talking to an endpoint: text as it comes, then how fast it came and how far the drafter was believed.
+"""Chat with an endpoint: the text as it arrives, then its speed and the acceptance length.
 
-Speaks plain OpenAI streaming, so any endpoint will do; acceptance is shown where the server tells it (Eyrie, SGLang).
-Tokens per second are the answer's tokens over the whole time the client waited, prompt included: the number a user
-feels, not the decoder's best.
+Uses OpenAI's streaming API, so that any endpoint will do; acceptance is shown where the server reports it (Eyrie,
+SGLang). Tokens per second are the answer's tokens over the whole time that the client waited, prompt included.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +28,10 @@ _READ_S = 300.0
 class AnswerRefused(InvalidInput):
     """The endpoint answered with an error."""
 
-    reason = "AnswerRefused"
-
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How to ask."""
+    """Parameters of the requests."""
 
     base_url: str
     model: str
@@ -91,12 +88,12 @@ def curl_line(url: str, model: str) -> str:
 def pick_endpoint(endpoints: tuple[Endpoint, ...], name: str | None) -> Endpoint:
     """The endpoint to talk to: the named one, else the only one that is on. Raises NotFound."""
     if name is not None:
-        found = next((e for e in endpoints if e.name == name), None)
-        if found is None:
+        named = next((e for e in endpoints if e.name == name), None)
+        if named is None:
             raise NotFound(f"no endpoint named {name!r}", "eyrie endpoints lists them")
-        if found.desired == "off" or found.url is None:
+        if named.desired == "off" or named.url is None:
             raise NotFound(f"endpoint {name!r} is off", f"eyrie endpoints on {name}")
-        return found
+        return named
     usable = [e for e in endpoints if e.desired == "on" and e.url is not None]
     if not usable:
         raise NotFound("no endpoint is on", "train a drafter first (eyrie train ...), or eyrie endpoints on <name>")
@@ -121,9 +118,20 @@ def ask(settings: ChatSettings, messages: list[dict[str, Any]], on_text: Callabl
         with httpx.stream("POST", url, json=body, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)) as answer:
             if answer.status_code != 200:
                 answer.read()
-                raise _refusal(answer)
-            for chunk in _chunks(answer):
-                _take(reply, chunk, on_text, time.monotonic() - began)
+                try:
+                    error = answer.json().get("error", {})
+                except (ValueError, AttributeError):
+                    error = {}
+                message = error.get("message") or answer.text[:200] or answer.reason_phrase
+                hint = error.get("hint") or "correct the request"
+                if answer.status_code in (429, 503):
+                    raise Transient(f"the endpoint is not ready: {message}", hint)
+                raise AnswerRefused(
+                    f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)
+            for line in answer.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    _take(reply, json.loads(data), on_text, time.monotonic() - began)
     except httpx.HTTPError as error:
         raise Transient(f"{url}: {type(error).__name__}: {error}",
                         "eyrie endpoints shows whether it is on; try again in a moment") from error
@@ -157,17 +165,17 @@ def talk(settings: ChatSettings, opening: list[dict[str, Any]], screen: Screen) 
     messages = list(opening)
     while True:
         try:
-            said = screen.out.input(Text("> ", "bold cyan")).strip()
+            line = screen.out.input(Text("> ", "bold cyan")).strip()
         except EOFError:
             return
-        if said in ("/exit", "/quit"):
+        if line in ("/exit", "/quit"):
             return
-        if said == "/reset":
+        if line == "/reset":
             messages = list(opening)
             continue
-        if not said:
+        if not line:
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": line})
         try:
             reply = say(settings, messages, screen)
         except EyrieError as error:
@@ -176,13 +184,6 @@ def talk(settings: ChatSettings, opening: list[dict[str, Any]], screen: Screen) 
             continue
         answer: dict[str, Any] = {"role": "assistant", "content": reply.content}
         messages.append(answer | ({"tool_calls": reply.tool_calls} if reply.tool_calls else {}))
-
-
-def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
-            yield json.loads(data)
 
 
 def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], now_s: float) -> None:
@@ -203,15 +204,3 @@ def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], n
     if details := (chunk.get("sglext") or {}).get("spec_tokens_details"):
         reply.acceptance_length = details.get("spec_accept_length")
         reply.verify_rounds = details.get("spec_verify_ct")
-
-
-def _refusal(answer: httpx.Response) -> EyrieError:
-    try:
-        error = answer.json().get("error", {})
-    except (ValueError, AttributeError):
-        error = {}
-    message = error.get("message") or answer.text[:200] or answer.reason_phrase
-    hint = error.get("hint") or "correct the request"
-    if answer.status_code in (429, 503):
-        return Transient(f"the endpoint is not ready: {message}", hint)
-    return AnswerRefused(f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)

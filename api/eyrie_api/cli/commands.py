@@ -24,10 +24,10 @@ from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.spec import build_job, comparison
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
@@ -38,8 +38,11 @@ app = typer.Typer(
     help="Train, choose and serve a speculative-decoding drafter for your own LLM.",
 )
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
-app.add_typer(endpoints_app, name="endpoints")
-access.add_to(app)
+for _name, _commands in (("endpoints", endpoints_app), ("keys", access.keys_app), ("projects", access.projects_app),
+                         ("webhooks", access.webhooks_app)):
+    app.add_typer(_commands, name=_name)
+app.command("whoami")(access.whoami)
+app.command("audit")(access.audit)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
 Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Watch until it ends. Ctrl-C ends the watch only.")]
@@ -103,12 +106,12 @@ def find_job(client: Client, wanted: str) -> Job:
         named = client.jobs(name=wanted, limit=1).items
         if named:
             return named[0]
-        found = [job for job in client.jobs().items if job.id.startswith(wanted)]
-        if len(found) > 1:
-            raise InvalidInput(f"{wanted!r} begins {len(found)} job ids", "give more of the id") from None
-        if not found:
+        matching = [job for job in client.jobs().items if job.id.startswith(wanted)]
+        if len(matching) > 1:
+            raise InvalidInput(f"{wanted!r} begins {len(matching)} job ids", "give more of the id") from None
+        if not matching:
             raise
-        return found[0]
+        return matching[0]
 
 
 @app.command()
@@ -244,7 +247,7 @@ def jobs(
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         page = client.jobs(phase=phase, limit=limit, cursor=cursor)
-    screen.show(page, tables.jobs_table(page.items, tables.utc_now()))
+    screen.show(page, tables.jobs_table(page.items, utc_now()))
     if page.next_cursor:
         screen.note(f"more: eyrie jobs --cursor {page.next_cursor}")
 
@@ -255,7 +258,7 @@ def alerts(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
     with connect(server) as client:
         listed = client.alerts()
-    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, tables.utc_now()))
+    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, utc_now()))
 
 
 @app.command("attention", hidden=True)
@@ -271,11 +274,11 @@ def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> 
     """Show one job: stages, time left, conditions, decision."""
     left = None
     with connect(server) as client:
-        found = find_job(client, job)
-        if found.status.phase == "Running" and not as_json:
+        shown = find_job(client, job)
+        if shown.status.phase == "Running" and not as_json:
             with suppress(NotFound):  # it has no plan
-                left = client.planned_and_actual(found.id).time_left
-    Screen(as_json=as_json).show(found, tables.job_view(found, tables.utc_now(), left))
+                left = client.planned_and_actual(shown.id).time_left
+    Screen(as_json=as_json).show(shown, tables.job_view(shown, utc_now(), left))
 
 
 app.command("show", hidden=True)(job_)
@@ -308,25 +311,17 @@ def logs(
     """Show the log of a stage."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
-        found = find_job(client, job)
-        named, key = pick_stage(found, stage, key)
-        for line in client.logs(found.id, named, key=key, follow=follow):
-            screen.line({"stage": named, "key": key, "line": line}, Text(printable(line)))
-
-
-def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
-    """The stage whose log to show: the given one, else the failed, the running or the last. Raises InvalidInput."""
-    started = [one for one in job.status.stages if one.started_at is not None]
-    candidates = [one for one in started if stage in (None, one.stage) and (not key or one.key == key)]
-    if not candidates:
-        known = ", ".join(f"{one.stage}{' --key ' + one.key if one.key else ''}" for one in started)
-        raise InvalidInput(f"job {job.id} has no log of stage {stage or 'any'} {key}".rstrip(),
-                           f"it has: {known}" if known else "no stage has started yet")
-    for state in ("Failed", "Running"):
-        for one in candidates:
-            if one.state == state:
-                return one.stage, one.key
-    return candidates[-1].stage, candidates[-1].key
+        shown = find_job(client, job)
+        started = [status for status in shown.status.stages if status.started_at is not None]
+        matching = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
+        if not matching:
+            known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
+            raise InvalidInput(f"job {shown.id} has no log of stage {stage or 'any'} {key}".rstrip(),
+                               f"it has: {known}" if known else "no stage has started yet")
+        picked = next((status for state in ("Failed", "Running") for status in matching if status.state == state),
+                      matching[-1])
+        for line in client.logs(shown.id, picked.stage, key=picked.key, follow=follow):
+            screen.line({"stage": picked.stage, "key": picked.key, "line": line}, Text(printable(line)))
 
 
 @app.command()
@@ -391,14 +386,14 @@ def plots_(
     """Write the figures of a job or an endpoint, those of its console page, as SVG or PNG files."""
     if (job is None) == (endpoint is None):
         raise InvalidInput("give a job or --endpoint, and not both", "eyrie plots JOB, or eyrie plots --endpoint NAME")
-    for flag, given, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
-        if given not in known:
-            raise InvalidInput(f"{flag} {given!r} is not known", f"give {' or '.join(known)}")
+    for flag, value, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
+        if value not in known:
+            raise InvalidInput(f"{flag} {value!r} is not known", f"give {' or '.join(known)}")
     with connect(server) as client:
         figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
             client, find_job(client, job or "").id)
     files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
-    Screen(as_json=as_json).show({"files": [str(one) for one in files]}, "\n".join(map(str, files)) or (
+    Screen(as_json=as_json).show({"files": [str(file) for file in files]}, "\n".join(map(str, files)) or (
         "no figures yet: those of a job appear while it trains and when the benchmark, tune and prove stages finish, "
         "those of an endpoint with its first window of acceptance"))
 
@@ -451,12 +446,12 @@ def delete(
 ) -> None:
     """Delete a job and its files."""
     with connect(server) as client:
-        found = find_job(client, job)
+        doomed = find_job(client, job)
         if not yes and not as_json:
-            typer.confirm(f"Delete job {found.id} and every file it wrote?", abort=True)
-        gone = client.delete(found.id)
-    words = "deleted." if gone else "is being cancelled and will be deleted once it has stopped."
-    Screen(as_json=as_json).show({"id": found.id, "deleted": gone}, f"Job {found.id} {words}")
+            typer.confirm(f"Delete job {doomed.id} and every file it wrote?", abort=True)
+        is_deleted = client.delete(doomed.id)
+    words = "deleted." if is_deleted else "is being cancelled and will be deleted once it has stopped."
+    Screen(as_json=as_json).show({"id": doomed.id, "deleted": is_deleted}, f"Job {doomed.id} {words}")
 
 
 @app.command()
@@ -482,11 +477,11 @@ def storage(
         if home is None and not clean and not failed:
             screen = Screen(as_json=as_json)
             with connect(server) as client:
-                found, last = measured_by(client)
+                usage, last = measured_by(client)
             screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
                         + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
-            result = {"removed_bytes": None, **found.model_dump(mode="json"), "incomplete": last.incomplete}
-            screen.show(result, storage_view(found, None, {}))
+            result = {"removed_bytes": None, **usage.model_dump(mode="json"), "incomplete": last.incomplete}
+            screen.show(result, storage_view(usage, None, {}))
             return
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
@@ -496,14 +491,16 @@ def storage(
     read = partial(storage_usage.read_in_home, root) if place is None else place.read
     readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
     states = storage_usage.states_of(storage_usage.reused_by(storage_usage.that_have_not("Captured", jobs), read))
-    found = storage_usage.plan_removal(storage_usage.group_files(files), storage_usage.facts_of(jobs), served,
+    facts = {job.id: storage_usage.JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None)
+             for job in jobs}
+    usage = storage_usage.plan_removal(storage_usage.group_files(files), facts, served,
                                        storage_usage.read_by(jobs) | states, failed_too=failed)
     freed = None
     if clean:
-        freed = (storage_usage.remove_from_home(root, found) if place is None
-                 else storage_usage.remove_from_store(place, found))
-    result = {"removed_bytes": freed, **found.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
-    Screen(as_json=as_json).show(result, storage_view(found, freed, readers))
+        freed = (storage_usage.remove_from_home(root, usage) if place is None
+                 else storage_usage.remove_from_store(place, usage))
+    result = {"removed_bytes": freed, **usage.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
+    Screen(as_json=as_json).show(result, storage_view(usage, freed, readers))
 
 
 @endpoints_app.callback(invoke_without_command=True)
@@ -519,7 +516,7 @@ EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
 def _endpoint_verb(act: Callable[[Client], Any], server: str, as_json: bool) -> None:
     with connect(server) as client:
         changed = act(client)
-    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, tables.utc_now()))
+    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, utc_now()))
 
 
 @endpoints_app.command("list")
@@ -528,7 +525,7 @@ def endpoints_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> No
     """List endpoints."""
     with connect(server) as client:
         listed = client.endpoints()
-    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, utc_now()))
 
 
 @endpoints_app.command("show")
@@ -579,7 +576,7 @@ def endpoints_history(
 ) -> None:
     """Show an endpoint's history: decisions, changes, observations and their actors."""
     if kind is not None and kind not in get_args(HistoryKind):
-        raise InvalidInput(f"--kind {kind!r} is none", f"one of {', '.join(get_args(HistoryKind))}")
+        raise InvalidInput(f"--kind {kind!r} is not known", f"give one of {', '.join(get_args(HistoryKind))}")
     with connect(server) as client:
         read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
     every = windows or kind == "window"

@@ -23,7 +23,12 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
               settings: Sequence[str] = ()) -> JobSpec:
     """The job that a command line describes. Raises InvalidInput naming the flag or field."""
-    document = _job_in(read_document(file)) if file is not None else {}
+    document = read_document(file) if file is not None else {}
+    if document.get("kind") == "DrafterJob":  # an object for Kubernetes, which holds the job below spec.job
+        job = document["spec"].get("job") if isinstance(document.get("spec"), dict) else None
+        if not isinstance(job, dict):
+            raise InvalidInput("the object of kind DrafterJob has no mapping spec.job", "give it a job below spec.job")
+        document = job
     if name is not None:
         document["name"] = name
     for field, value in (("model", target), ("revision", revision), ("dtype", dtype)):
@@ -35,7 +40,12 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
         dotted, equals, text = setting.partition("=")
         if not equals or not dotted:
             raise InvalidInput(f"--set {setting!r} has no field=value", "write it like --set train.epochs=3")
-        assign(document, dotted.strip(), parse_value(setting, text))
+        try:
+            value = yaml_text.load(text)
+        except yaml.YAMLError:
+            raise InvalidInput(f"--set {setting!r}: the value is not YAML",
+                               "quote it, or write lists as [1, 2]") from None
+        assign(document, dotted.strip(), value)
     if "model" not in (document.get("target") or {}):
         raise InvalidInput("no target was given", "give --target <Hugging Face directory, Hub id, or quickstart>")
     if not (document.get("data") or {}).get("sources"):
@@ -61,17 +71,6 @@ def comparison(job: JobSpec, families: Sequence[str] = (), rivals: Sequence[str]
     return validate(document)
 
 
-def _job_in(document: dict[str, Any]) -> dict[str, Any]:
-    """The job of a document: the document, or what a DrafterJob object for Kubernetes holds of it."""
-    if document.get("kind") != "DrafterJob":
-        return document
-    spec = document.get("spec")
-    job = spec.get("job") if isinstance(spec, dict) else None
-    if not isinstance(job, dict):
-        raise InvalidInput("the object of kind DrafterJob has no mapping spec.job", "give it a job below spec.job")
-    return job
-
-
 def read_document(file: Path, option: str = "--file", begins: str = "`target:` and `data:`") -> dict[str, Any]:
     """The mapping in a YAML or JSON file that an option names. Raises InvalidInput.
 
@@ -90,14 +89,6 @@ def read_document(file: Path, option: str = "--file", begins: str = "`target:` a
         raise InvalidInput(f"{option} {file} holds a {type(document).__name__}, not a mapping",
                            f"begin it with {begins}")
     return document
-
-
-def parse_value(setting: str, text: str) -> Any:
-    """The right side of --set, as YAML. Raises InvalidInput."""
-    try:
-        return yaml_text.load(text)
-    except yaml.YAMLError:
-        raise InvalidInput(f"--set {setting!r}: the value is not YAML", "quote it, or write lists as [1, 2]") from None
 
 
 def assign(document: dict[str, Any], dotted: str, value: Any) -> None:
@@ -119,11 +110,12 @@ def validate(document: dict[str, Any]) -> JobSpec:
         return JobSpec.model_validate(document)
     except ValidationError as error:
         problems, hints = [], []
-        for one in error.errors(include_url=False):
-            where = ".".join(str(step) for step in one["loc"]) or "job"
-            got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
-            problems.append(f"{where}: {rule_of(one)}{got}")
-            if one["type"] == "extra_forbidden":
-                hints.append((where, unknown_field_hint(one["loc"])))
+        for problem in error.errors(include_url=False):
+            where = ".".join(str(step) for step in problem["loc"]) or "job"
+            kind = problem["type"]
+            got = "" if kind in ("missing", "extra_forbidden") or where == "job" else f" (got {problem['input']!r})"
+            problems.append(f"{where}: {rule_of(problem)}{got}")
+            if kind == "extra_forbidden":
+                hints.append((where, unknown_field_hint(problem["loc"])))
         hint = hints[0][1] if len(hints) == 1 else "; ".join(f"{where}: {text}" for where, text in hints)
         raise InvalidInput("; ".join(problems), hint or "every field is described at the server's /docs") from None

@@ -62,5 +62,5 @@ def storage_view(usage: StorageUsage, freed: int | None, readers: Mapping[str, S
     end = f"{size(usage.total_bytes)} held; " + (
         f"{size(freed)} removed" if freed is not None else
         f"{size(usage.removable_bytes)} removable: eyrie storage --clean")
-    shared = [Text(f"{job}: its answers are read by {', '.join(found)}") for job, found in readers.items()]
+    shared = [Text(f"{job}: its answers are read by {', '.join(others)}") for job, others in readers.items()]
     return Group(table, *shared, Text(end, "bold"))

@@ -5,15 +5,16 @@ carry their setting: a tau never stands without its draft tree.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import zip_longest
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.contract.alerts import AlertItem
-from eyrie_api.contract.endpoints import History, HistoryEntry
+from eyrie_api.contract.endpoints import History
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.plan import Plan, PlannedStages, TimeLeft
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
@@ -51,8 +52,8 @@ def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def ago(moment: datetime, now: datetime) -> str:
-    return f"{duration((now - moment).total_seconds())} ago"
+def ago(time: datetime, now: datetime) -> str:
+    return f"{duration((now - time).total_seconds())} ago"
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -69,8 +70,9 @@ def jobs_table(jobs: Sequence[Job], now: datetime) -> RenderableType:
     table = _table("ID", "NAME", "PHASE", "STAGE", "SPEED-UP", "AGE", "TARGET", right=("SPEED-UP", "AGE"))
     for job in jobs:
         best = job.status.best
+        first = {stage.state: stage.stage for stage in reversed(job.status.stages)}  # the first stage in each state
         table.add_row(job.id, job.spec.name or "-", Text(job.status.phase, STATE_STYLE[job.status.phase]),
-                      current_stage(job), times(best.speedup if best else None),
+                      first.get("Running") or first.get("Failed", "-"), times(best.speedup if best else None),
                       duration((now - job.created_at).total_seconds()), short_target(job.spec.target.model))
     return table
 
@@ -80,27 +82,18 @@ def short_target(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def current_stage(job: Job) -> str:
-    """Where the job is, in a word."""
-    running = [stage for stage in job.status.stages if stage.state == "Running"]
-    if running:
-        return running[0].stage
-    failed = [stage for stage in job.status.stages if stage.state == "Failed"]
-    return failed[0].stage if failed else "-"
-
-
 def alerts_view(items: Sequence[AlertItem], now: datetime) -> RenderableType:
     """What needs a person: a title, what was seen, what to do."""
     if not items:
         return Text("Nothing needs a person.")
-    found = Text()
-    for one in items:
-        found.append(f"{one.title}\n", "bold")
-        found.append(f"  {one.message}" + (f" ({ago(one.since, now)})" if one.since else "") + "\n")
-        if one.hint:
-            found.append("  hint: ", "bold green").append(f"{one.hint}\n")
-    found.right_crop(1)
-    return found
+    text = Text()
+    for item in items:
+        text.append(f"{item.title}\n", "bold")
+        text.append(f"  {item.message}" + (f" ({ago(item.since, now)})" if item.since else "") + "\n")
+        if item.hint:
+            text.append("  hint: ", "bold green").append(f"{item.hint}\n")
+    text.right_crop(1)
+    return text
 
 
 def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> RenderableType:
@@ -122,21 +115,16 @@ def job_view(job: Job, now: datetime, left: TimeLeft | None = None) -> Renderabl
         head.add_row("decision", decision_line(job.status.decision))
     if job.status.endpoint is not None:
         head.add_row("endpoint", job.status.endpoint)
-    parts: list[RenderableType] = [head, Text(), stages_table(job.status.stages, now)]
+    stages = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
+    for stage in in_order(job.status.stages):
+        stages.add_row(stage.stage, stage.key or "-", Text(stage.state, STATE_STYLE[stage.state]),
+                       duration(stage_seconds(stage, now)), progress_text(stage.progress, stage.state))
+    parts: list[RenderableType] = [
+        head, Text(), stages if job.status.stages else Text("No stage has started yet.", "dim")]
     parts += [failure_text(stage) for stage in job.status.stages if stage.state == "Failed" or stage.reason]
     if job.status.conditions:
         parts += [Text(), conditions_table(job.status.conditions, now)]
     return Group(*parts)
-
-
-def stages_table(stages: Sequence[StageStatus], now: datetime) -> RenderableType:
-    if not stages:
-        return Text("No stage has started yet.", "dim")
-    table = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
-    for stage in in_order(stages):
-        table.add_row(stage.stage, stage.key or "-", Text(stage.state, STATE_STYLE[stage.state]),
-                      duration(stage_seconds(stage, now)), progress_text(stage.progress, stage.state))
-    return table
 
 
 def in_order(stages: Sequence[StageStatus]) -> list[StageStatus]:
@@ -188,17 +176,12 @@ def conditions_table(conditions: Sequence[Condition], now: datetime) -> Renderab
 
 def entry_line(entry: LeaderboardEntry) -> str:
     """One measured checkpoint in a sentence."""
-    words = (f"{entry.checkpoint}: {times(entry.speedup)} "
-             f"(greedy {times(entry.speedup_greedy)}, sampled {times(entry.speedup_sampled)}), "
-             f"tau {entry.tau:.2f} at {tree_words(entry)}")
-    return words if entry.lossless else words + ", NOT lossless"
-
-
-def tree_words(entry: LeaderboardEntry) -> str:
     tree = entry.tree
-    if tree is None:
-        return "no drafter"
-    return f"depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} draft tokens"
+    shape = "no drafter" if tree is None else (
+        f"depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} draft tokens")
+    return (f"{entry.checkpoint}: {times(entry.speedup)} "
+            f"(greedy {times(entry.speedup_greedy)}, sampled {times(entry.speedup_sampled)}), "
+            f"tau {entry.tau:.2f} at {shape}{'' if entry.lossless else ', NOT lossless'}")
 
 
 def decision_line(decision: PromotionDecision) -> str:
@@ -238,10 +221,11 @@ def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableT
         return Text("No endpoints yet: a job creates one when it promotes a drafter.")
     table = _table("NAME", "STATE", "MODEL", "SERVES", "REVISION", "URL", right=("REVISION",))
     for endpoint in endpoints:
-        active = active_revision(endpoint)
+        active = next((rev for rev in endpoint.revisions if rev.number == endpoint.active_revision), None)
         number = "-" if endpoint.active_revision is None else str(endpoint.active_revision)
-        table.add_row(endpoint.name, endpoint_state(endpoint), endpoint.model, revision_words(active), number,
-                      endpoint.url or "-")
+        state = Text("off", "dim") if endpoint.desired == "off" else Text("starting", "yellow") \
+            if endpoint.active_revision is None or endpoint.url is None else Text("on", "green")
+        table.add_row(endpoint.name, state, endpoint.model, revision_words(active), number, endpoint.url or "-")
     return table
 
 
@@ -256,18 +240,6 @@ def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
     if endpoint.conditions:
         parts += [Text(), conditions_table(endpoint.conditions, now)]
     return Group(*parts)
-
-
-def endpoint_state(endpoint: Endpoint) -> Text:
-    if endpoint.desired == "off":
-        return Text("off", "dim")
-    if endpoint.active_revision is None or endpoint.url is None:
-        return Text("starting", "yellow")
-    return Text("on", "green")
-
-
-def active_revision(endpoint: Endpoint) -> Revision | None:
-    return next((r for r in endpoint.revisions if r.number == endpoint.active_revision), None)
 
 
 def revision_words(revision: Revision | None) -> str:
@@ -298,12 +270,17 @@ def plan_view(plan: Plan) -> RenderableType:
                    "-" if plan.total_cost is None else f"{plan.total_cost:,.0f}", ""]
     table.add_row(*totals, style="bold")
     assumed = _table("ASSUMED", "VALUE", "FROM", right=("VALUE",))
-    for one in plan.assumptions:
-        assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
+    for assumption in plan.assumptions:
+        assumed.add_row(assumption.name, f"{assumption.value:,.6g} {assumption.unit}".rstrip(), assumption.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
     parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, *_store_view(plan), assumed]
-    if plan.candidate_rows:
-        parts.append(_mixes_table(plan.candidate_rows))
+    if plan.candidate_rows:  # the rows of each source that every candidate trains on
+        sources = tuple(dict.fromkeys(name for rows in plan.candidate_rows.values() for name in rows))
+        columns = (*(f"ROWS OF {name}" for name in sources), "ROWS")
+        mixes = _table("CANDIDATE", *columns, right=columns)
+        for candidate, rows in plan.candidate_rows.items():
+            mixes.add_row(candidate, *(count(rows.get(name, 0)) for name in sources), count(sum(rows.values())))
+        parts.append(mixes)
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
     if plan.fits_disk is False:
@@ -314,22 +291,22 @@ def plan_view(plan: Plan) -> RenderableType:
 def planned_words(planned: PlannedStages) -> str:
     """What an accepted job will take, in a line: time with its range on GPUs, disk, GPU hours, the longest stage."""
     stages = planned.stages
-    total = sum(one.hours for one in stages)
-    ranges = [one.hours_range for one in stages if one.hours_range is not None]
+    total = sum(stage.hours for stage in stages)
+    ranges = [stage.hours_range for stage in stages if stage.hours_range is not None]
     ends = ""
     if len(ranges) == len(stages):
-        low, high = sum(one.low for one in ranges), sum(one.high for one in ranges)
+        low, high = sum(stage.low for stage in ranges), sum(stage.high for stage in ranges)
         ends = f" ({duration(3600 * low)} to {duration(3600 * high)})"
-    gpu_hours = sum(one.gpu_hours for one in stages)
-    longest = max(stages, key=lambda one: one.hours)
-    return (f"planned: {duration(3600 * total)}{ends}, {size(sum(one.bytes_on_disk for one in stages))} on disk"
+    gpu_hours = sum(stage.gpu_hours for stage in stages)
+    longest = max(stages, key=lambda stage: stage.hours)
+    return (f"planned: {duration(3600 * total)}{ends}, {size(sum(stage.bytes_on_disk for stage in stages))} on disk"
             + (f", {gpu_hours:,.1f} GPU hours" if gpu_hours else "")
             + (f"; {longest.stage} takes {longest.hours / total:.0%}" if total else "") + "; eyrie plan has the rest")
 
 
 def _store_view(plan: Plan) -> list[RenderableType]:
-    """The use of the object store by stage, and its money; nothing where there is none."""
-    uses = [(f"{one.stage} {one.key}".rstrip(), one.store) for one in plan.stages if one.store is not None]
+    """The use of the object store by stage, and its cost; empty without an object store."""
+    uses = [(f"{stage.stage} {stage.key}".rstrip(), stage.store) for stage in plan.stages if stage.store is not None]
     if not uses:
         return []
     heads = ("OBJECTS", "WRITES", "READS", "BYTES READ", "COST", "RANGE")
@@ -350,18 +327,8 @@ def _money(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"
 
 
-def _money_range(found: Interval | None) -> str:
-    return "-" if found is None else f"{found.low:,.2f} - {found.high:,.2f}"
-
-
-def _mixes_table(candidate_rows: Mapping[str, Mapping[str, int]]) -> Table:
-    """The rows of each source that every candidate trains on."""
-    sources = tuple(dict.fromkeys(name for rows in candidate_rows.values() for name in rows))
-    table = _table("CANDIDATE", *(f"ROWS OF {name}" for name in sources), "ROWS",
-                   right=(*(f"ROWS OF {name}" for name in sources), "ROWS"))
-    for candidate, rows in candidate_rows.items():
-        table.add_row(candidate, *(count(rows.get(name, 0)) for name in sources), count(sum(rows.values())))
-    return table
+def _money_range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:,.2f} - {interval.high:,.2f}"
 
 
 def event_text(event: Event) -> Text:
@@ -376,10 +343,10 @@ def series_table(series: Sequence[MetricSeries]) -> RenderableType:
     if not series:
         return Text("No metrics yet: they are logged while a drafter trains.")
     table = _table("SERIES", "STAGE", "KEY", "STEP", "LAST", "COURSE", right=("STEP", "LAST"))
-    for one in series:
-        last = one.points[-1] if one.points else None
-        table.add_row(one.name, one.stage, one.key or "-", str(last.step) if last else "-",
-                      f"{last.value:.4g}" if last else "-", sparkline([point.value for point in one.points]))
+    for line in series:
+        last = line.points[-1] if line.points else None
+        table.add_row(line.name, line.stage, line.key or "-", str(last.step) if last else "-",
+                      f"{last.value:.4g}" if last else "-", sparkline([point.value for point in line.points]))
     return table
 
 
@@ -396,10 +363,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(levels[min(len(levels) - 1, int((mean - low) / span * len(levels)))] for mean in means)
 
 
-def utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 _STYLE = {"rejected": "bold red", "rolled-back": "yellow", "drift": "yellow", "activated": "green", "canary": "cyan",
           "window": "dim"}
 
@@ -408,14 +371,17 @@ def history_view(history: History, endpoint: str, server: str, *, every_window: 
     """The entries, oldest first."""
     if not history.items:
         return Text(f"No history of endpoint {endpoint} yet.")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("TIME", "KIND", "REVISION", "ACTOR", "REASON"):
-        table.add_column(name, justify="right" if name == "REVISION" else "left")
-    items = history.items if every_window else _thinned(history.items)
+    table = _table("TIME", "KIND", "REVISION", "ACTOR", "REASON", right=("REVISION",))
+    # Without windows that are followed directly by another window of the same revision.
+    items = [entry for entry, after in zip_longest(history.items, history.items[1:])
+             if every_window or entry.kind != "window" or after is None
+             or (after.kind, after.revision) != ("window", entry.revision)]
     for entry in items:
         why = Text(f"{entry.reason}: {entry.message}" if entry.message else entry.reason)
-        for line in _checks(entry):
-            why.append("\n").append(line)
+        decision = entry.data.get("decision")
+        for check in PromotionDecision.model_validate(decision).checks if decision is not None else ():
+            why.append(f"\n{'ok ' if check.passed else 'NO '} {check.name}: {check.words}",
+                       "" if check.passed else "bold red")
         table.add_row(entry.time.astimezone().strftime("%m-%d %H:%M:%S"),
                       Text(entry.kind, _STYLE.get(entry.kind, "")), "-" if entry.revision is None else
                       str(entry.revision), entry.actor, why)
@@ -428,18 +394,3 @@ def history_view(history: History, endpoint: str, server: str, *, every_window: 
                           f"  eyrie endpoints history {endpoint} --kind drift --json | jq '.items[-1].data.job' | "
                           f"curl -d @- -H 'content-type: application/json' {server}/v1alpha1/jobs"))
     return Group(*parts)
-
-
-def _thinned(items: tuple[HistoryEntry, ...]) -> list[HistoryEntry]:
-    """Without windows directly followed by another window of the same revision."""
-    following = [*items[1:], None]
-    return [entry for entry, after in zip(items, following, strict=True)
-            if entry.kind != "window" or after is None or (after.kind, after.revision) != ("window", entry.revision)]
-
-
-def _checks(entry: HistoryEntry) -> list[Text]:
-    if "decision" not in entry.data:
-        return []
-    decision = PromotionDecision.model_validate(entry.data["decision"])
-    return [Text(f"{'ok ' if check.passed else 'NO '} {check.name}: {check.words}", "" if check.passed else "bold red")
-            for check in decision.checks]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -36,8 +36,12 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
         try:
             function(*args, **kwargs)
         except EyrieError as error:
-            if isinstance(error, Unreachable):
-                error.hint = _with_running_plane(error.hint, str(kwargs.get("server")))
+            # The address of the control plane that runs on this machine; invalid settings are reported by itself.
+            with suppress(OSError, EyrieError):
+                plane = running_plane(Settings.from_env().home) if isinstance(error, Unreachable) else None
+                if plane is not None and plane.url != str(kwargs.get("server")).rstrip("/"):
+                    error.hint += f"; the control plane of {plane.home} is at {plane.url}: " \
+                                  f"export EYRIE_SERVER={plane.url}"
             Screen(as_json=bool(kwargs.get("as_json"))).error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
@@ -47,16 +51,6 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
             raise typer.Exit(0) from None
 
     return with_exit_code
-
-
-def _with_running_plane(hint: str, server: str) -> str:
-    """The hint of an unreachable server, with the address of the control plane that runs on this machine's home."""
-    with suppress(OSError, EyrieError):  # settings that are not valid are reported by the control plane
-        home = Settings.from_env().home
-        plane = running_plane(home)
-        if plane is not None and plane.url != server.rstrip("/"):
-            return f"{hint}; the control plane of {home} is at {plane.url}: export EYRIE_SERVER={plane.url}"
-    return hint
 
 
 def connect(server: str, project: str | None = None) -> Client:
@@ -91,14 +85,14 @@ class Screen:
     def show(self, value: Any, words: RenderableType) -> None:
         """The result: `value` as one JSON document, or `words`."""
         if self.as_json:
-            self.out.file.write(json.dumps(plain(value), indent=2) + "\n")
+            self.out.file.write(json.dumps(to_jsonable_python(value), indent=2) + "\n")
         else:
             self.out.print(words)
 
     def line(self, value: Any, words: RenderableType) -> None:
         """One item of a stream: a JSON line, or a line of words."""
         if self.as_json:
-            self.out.file.write(json.dumps(plain(value)) + "\n")
+            self.out.file.write(json.dumps(to_jsonable_python(value)) + "\n")
             self.out.file.flush()
         else:
             self.out.print(words, soft_wrap=True)
@@ -123,17 +117,6 @@ def printable(text: str) -> str:
     """Text without control characters: a model's output or a log must not control the terminal."""
     return "".join(character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd"
                    for character in text)
-
-
-def plain(value: Any) -> Any:
-    """Contract values as JSON-ready objects, also inside lists and dictionaries."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return value
 
 
 def _console(*, stderr: bool) -> Console:

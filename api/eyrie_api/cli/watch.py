@@ -9,10 +9,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -30,9 +29,10 @@ from eyrie_api.cli.tables import (
     in_order,
     progress_text,
     stage_seconds,
-    utc_now,
 )
 from eyrie_api.cli.verbs import Screen
+from eyrie_api.client import Client
+from eyrie_api.clock import utc_now
 from eyrie_api.contract.status import Endpoint, Event, Job, StageStatus
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
@@ -53,33 +53,19 @@ _LINE_EVERY_S = 15.0
 class JobFailed(Permanent):
     """The watched job ended in failure."""
 
-    reason = "JobFailed"
-
 
 class JobCancelled(EyrieError):
     """The watched job was cancelled."""
 
     http_status = 409
     exit_code = 130
-    reason = "JobCancelled"
-
-
-class Source(Protocol):
-    """The two requests of a watch, implemented by `eyrie_api.client.Client`."""
-
-    def job(self, job_id: str) -> Job:
-        ...
-
-    def events(self, job_id: str, last_id: int = 0) -> Iterator[Event]:
-        """Events after `last_id`, as they happen."""
-        ...
 
 
 @dataclass
 class _EventReader:
     """Reads events in a thread; resumes after the last id when the stream breaks."""
 
-    source: Source
+    source: Client
     job_id: str
     inbox: "queue.SimpleQueue[Event]" = field(default_factory=queue.SimpleQueue)
     last_id: int = 0
@@ -111,7 +97,7 @@ class _EventReader:
         return taken
 
 
-def watch(source: Source, job_id: str, screen: Screen) -> Job:
+def watch(source: Client, job_id: str, screen: Screen) -> Job:
     """Watch a job until it ends, and return it. Raises NotFound for an unknown id."""
     job = source.job(job_id)
     feed = _EventReader(source, job_id)
@@ -154,20 +140,18 @@ def closing_words(job: Job, endpoint: Endpoint | None = None) -> str:
         lines.append(f"Decision: {decision_line(job.status.decision)}")
     if job.status.endpoint is not None:
         lines.append(f"Endpoint: {job.status.endpoint}. Try it: eyrie chat --endpoint {job.status.endpoint}")
-        lines += serving_words(endpoint) if endpoint is not None else []
+    if job.status.endpoint is not None and endpoint is not None:
+        active = next((rev for rev in endpoint.revisions if rev.number == endpoint.active_revision), None)
+        if endpoint.url is None or active is None or endpoint.desired == "off":
+            lines.append(f"It does not serve yet: eyrie endpoints show {endpoint.name}")
+        else:
+            what = "without a drafter" if active.checkpoint is None else f"with the drafter {active.checkpoint}"
+            lines += [f"It serves model {endpoint.model} {what} at {endpoint.url}",
+                      curl_line(endpoint.url, endpoint.model)]
     return "\n".join(lines)
 
 
-def serving_words(endpoint: Endpoint) -> list[str]:
-    """What an endpoint serves at which URL, and a command that sends it a request."""
-    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
-    if endpoint.url is None or active is None or endpoint.desired == "off":
-        return [f"It does not serve yet: eyrie endpoints show {endpoint.name}"]
-    what = "without a drafter" if active.checkpoint is None else f"with the drafter {active.checkpoint}"
-    return [f"It serves model {endpoint.model} {what} at {endpoint.url}", curl_line(endpoint.url, endpoint.model)]
-
-
-def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:
+def _fresh(source: Client, job: Job) -> tuple[Job, str | None]:
     """The current job, or the last one received and the error."""
     try:
         return source.job(job.id), None
@@ -177,7 +161,7 @@ def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:
         return job, error.message
 
 
-def _watch_live(source: Source, job: Job, feed: _EventReader, screen: Screen) -> Job:
+def _watch_live(source: Client, job: Job, feed: _EventReader, screen: Screen) -> Job:
     recent: list[Event] = []
     away: str | None = None
     with Live(console=screen.out, auto_refresh=False, transient=False) as live:
@@ -190,9 +174,9 @@ def _watch_live(source: Source, job: Job, feed: _EventReader, screen: Screen) ->
             job, away = _fresh(source, job)
 
 
-def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -> Job:
-    said: dict[tuple[str, str], str] = {}
-    said_at, was_away = time.monotonic(), False
+def _watch_lines(source: Client, job: Job, feed: _EventReader, screen: Screen) -> Job:
+    printed: dict[tuple[str, str], str] = {}
+    printed_at, was_away = time.monotonic(), False
     while True:
         for event in feed.take():
             screen.line(event, event_text(event))
@@ -202,22 +186,18 @@ def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -
             for event in feed.take():
                 screen.line(event, event_text(event))
             return job
-        if not screen.as_json and time.monotonic() - said_at >= _LINE_EVERY_S:
-            said_at = time.monotonic()
-            for stage in running(job.status.stages):
-                words = progress_text(stage.progress, stage.state)
-                if words and said.get((stage.stage, stage.key)) != words:
-                    said[stage.stage, stage.key] = words
+        if not screen.as_json and time.monotonic() - printed_at >= _LINE_EVERY_S:
+            printed_at = time.monotonic()
+            for stage in job.status.stages:
+                words = progress_text(stage.progress, stage.state) if stage.state == "Running" else ""
+                if words and printed.get((stage.stage, stage.key)) != words:
+                    printed[stage.stage, stage.key] = words
                     screen.out.print(f"{stage.stage}{'/' + stage.key if stage.key else ''}: {words}", soft_wrap=True)
         time.sleep(_POLL_S)
         job, away = _fresh(source, job)
         if away is not None and not was_away:
             screen.note(f"the server is unavailable ({away}); waiting for it")
         was_away = away is not None
-
-
-def running(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    return [stage for stage in stages if stage.state == "Running"]
 
 
 def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | None = None) -> RenderableType:
@@ -234,8 +214,14 @@ def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | 
     table.add_column()  # rich narrows this column first; its texts end in an ellipsis
     for stage in in_order(job.status.stages):
         label = f"{stage.stage} {stage.key}".rstrip()
+        if stage.state == "Succeeded":
+            words = f"{count(stage.progress.done)} {stage.progress.unit}" if stage.progress else "done"
+        elif stage.state == "Failed" or stage.reason:  # a reason without a failure: its pod has no node
+            words = f"{stage.reason}: {stage.message}"
+        else:
+            words = progress_text(stage.progress, stage.state) or stage.state.lower()
         table.add_row(Text(label, STATE_STYLE[stage.state]), _bar(stage), duration(stage_seconds(stage, now)),
-                      Text(_stage_words(stage), overflow="ellipsis", no_wrap=True))
+                      Text(words, overflow="ellipsis", no_wrap=True))
     parts: list[RenderableType] = [head, table]
     lines = [event_text(event) for event in recent]
     for line in lines:
@@ -254,11 +240,3 @@ def _bar(stage: StageStatus) -> ProgressBar:
         total = done = 1.0
     return ProgressBar(total=total or 1.0, completed=done if total else 0.0, width=_BAR_WIDTH, complete_style="cyan",
                        finished_style="green", pulse_style="cyan", pulse=stage.state == "Running" and not total)
-
-
-def _stage_words(stage: StageStatus) -> str:
-    if stage.state == "Succeeded":
-        return f"{count(stage.progress.done)} {stage.progress.unit}" if stage.progress else "done"
-    if stage.state == "Failed" or stage.reason:  # a reason without a failure: its pod has no node
-        return f"{stage.reason}: {stage.message}"
-    return progress_text(stage.progress, stage.state) or stage.state.lower()

@@ -60,7 +60,7 @@ class ApiKeyList(Frozen):
 
 
 class CreateKey(Frozen):
-    """A key to be made, in the project the request names."""
+    """A key to create, in the project that the request names."""
 
     name: Label
     role: Role = "operator"
@@ -71,7 +71,7 @@ class CreateKey(Frozen):
     """null: never. A key made with a key ends no later than that one; the default is shortened to it."""
 
     everywhere: bool = False
-    """In every project, present and to come. For those who have a role in all of them."""
+    """In every project, future ones included. Requires a role in all of them."""
 
 
 class RotateKey(Frozen):
@@ -81,11 +81,11 @@ class RotateKey(Frozen):
 
 
 class CreatedKey(Frozen):
-    """A key in the one moment in which it is whole."""
+    """A new key with its secret, which no later response contains."""
 
     key: ApiKey
     secret: str = Field(repr=False)
-    """Send it as `Authorization: Bearer <secret>`. It is shown this once and kept nowhere."""
+    """Send it as `Authorization: Bearer <secret>`. It is shown only here and is not stored."""
 
 
 class Quotas(Frozen):
@@ -136,7 +136,7 @@ class ProjectList(Frozen):
 
 
 class CreateProject(Frozen):
-    """A project to be made. Its name cannot be changed, and it is not deleted: the audit speaks of it."""
+    """A project to create. Its name cannot be changed, and it is never deleted, since the audit log names it."""
 
     name: Name
     description: str = Field("", max_length=255)
@@ -188,7 +188,7 @@ class AuditEntry(Frozen):
     """`done`, or `refused: <HTTP status>`."""
 
     request_id: str
-    """As the answer said in X-Request-Id."""
+    """X-Request-Id of the response."""
 
 
 class AuditPage(Frozen):
@@ -196,7 +196,7 @@ class AuditPage(Frozen):
 
     items: tuple[AuditEntry, ...]
     next_before: int | None = None
-    """When there are older ones: ask again with `before` set to this."""
+    """`before` of the request for older entries; null when there are none."""
 
 
 class CreateWebhook(Frozen):

@@ -38,7 +38,7 @@ class AlertItem(Frozen):
 
 
 class AlertList(Frozen):
-    """What needs a person now, in the order of the console's home. Of jobs the newest 50 are looked at, of DrafterJobs
-    that wait the 20 that have waited longest are items of their own."""
+    """What needs a person now, in the order of the console's home. Covers the newest 50 jobs; of the DrafterJobs that
+    wait, the 20 that have waited longest are items of their own."""
 
     items: tuple[AlertItem, ...]

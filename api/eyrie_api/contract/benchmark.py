@@ -68,11 +68,11 @@ class BenchmarkSpec(Frozen):
 
     @field_validator("concurrencies")
     @classmethod
-    def _ascending_from_one(cls, given: tuple[int, ...]) -> tuple[int, ...]:
-        if given[0] != 1 or list(given) != sorted(set(given)):
-            raise ValueError(f"benchmark.concurrencies {list(given)} must ascend from 1, at which checkpoints are "
-                             f"ranked: write {sorted({1, *given})}")
-        return given
+    def _ascending_from_one(cls, concurrencies: tuple[int, ...]) -> tuple[int, ...]:
+        if concurrencies[0] != 1 or list(concurrencies) != sorted(set(concurrencies)):
+            raise ValueError(f"benchmark.concurrencies {list(concurrencies)} must ascend from 1, at which checkpoints "
+                             f"are ranked: write {sorted({1, *concurrencies})}")
+        return concurrencies
 
 
 NAME_PREFIX = "rival-"
@@ -105,10 +105,10 @@ class RivalSpec(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        return {"method": given.lower()} if given.lower() in ("nextn", "ngram", "off") else {"path": given}
+    def _short_form(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return {"method": value.lower()} if value.lower() in ("nextn", "ngram", "off") else {"path": value}
 
     @model_validator(mode="after")
     def _path_of_a_drafter(self) -> "RivalSpec":

@@ -1,8 +1,8 @@
 """Which hidden states of the target are recorded for training, how they are stored, and what a token then weighs: what
 the plan and the store both know. Pure.
 
-A captured token stores `A` aux hidden states. A final state is stored only where it teaches: before an answer token,
-because the target's opinion on a prompt token is never asked. Token id and loss mask are 5 bytes more.
+A captured token stores `A` aux hidden states. The final state is stored only before answer tokens, since the loss does
+not use the target's distribution over prompt tokens. Token id and loss mask are 5 bytes more.
 
 | codec    | an aux state of H values                              | the final state            |
 |----------|-------------------------------------------------------|----------------------------|
@@ -12,7 +12,7 @@ because the target's opinion on a prompt token is never asked. Token id and loss
 | fp8      | H + 2: e4m3, one bfloat16 scale per token and layer   | fp8, one scale per token   |
 | int4     | 18 per 32 values: 16 levels, one bfloat16 scale       | int8, one scale per token  |
 
-`final_state: topk` replaces the final state by the target's opinion itself: the k most likely tokens of the draft
+`final_state: topk` stores the target's distribution in place of the final state: the k most likely tokens of the draft
 vocabulary with their logits, and the mass of all others. Its size does not grow with H.
 
 `choose` takes the best way that fits a budget of bytes. The order follows measurements
@@ -32,7 +32,7 @@ FinalState = Literal["keep", "topk"]
 
 BEST_FIRST: tuple[Codec, ...] = ("float32", "bfloat16", "int8", "fp8", "int4")
 BLOCK_VALUES = 32
-"""Values of one int4 block. Small, so that an outlier spoils few neighbours; its scale then costs half a bit each."""
+"""Values of one int4 block. Small, so that an outlier affects few neighbours; the scale costs half a bit per value."""
 
 ID_AND_MASK_BYTES = 4 + 1
 SCALE_BYTES = 2
@@ -103,14 +103,10 @@ class CaptureSpec(Frozen):
     one more time, and frees it before our own is loaded; 0 skips the check."""
 
     @model_validator(mode="after")
-    def _servers_do_not_stream(self) -> "CaptureSpec":
+    def _fields_agree(self) -> "CaptureSpec":
         if self.source == "sglang" and self.mode == "stream":
             raise ValueError("capture.source 'sglang' with capture.mode 'stream': training starts no servers; set mode "
                              "to 'store', or source to 'transformers'")
-        return self
-
-    @model_validator(mode="after")
-    def _vocabulary_has_a_use(self) -> "CaptureSpec":
         if self.draft_vocab_size is not None and self.final_state != "topk":
             raise ValueError("capture.draft_vocab_size is set with capture.final_state 'keep', which supports any "
                              "draft vocabulary: set drafter.draft_vocab_size, or capture.final_state to 'topk'")
@@ -128,7 +124,7 @@ class StoredAs:
 
     @property
     def name(self) -> str:
-        """As people and reports say it."""
+        """Name in reports."""
         return self.codec if self.final_state == "keep" else f"{self.codec}+top{self.top_k}"
 
     def token_bytes(self, num_aux_layers: int, hidden_size: int) -> int:
@@ -136,10 +132,12 @@ class StoredAs:
         return num_aux_layers * vector_bytes(self.codec, hidden_size) + ID_AND_MASK_BYTES
 
     def supervised_token_bytes(self, hidden_size: int) -> int:
-        """What an answer token adds: the final state, or the opinion, that it is compared with."""
+        """What an answer token adds: the final state, or the top-k distribution, that the loss compares with."""
         if self.final_state == "keep":
             return vector_bytes(final_codec(self.codec), hidden_size)
-        return topk_bytes(self.top_k, self.draft_vocab_size)
+        # k ids, k float16 logits, the float32 masses of the rest and of all, the target's first choice.
+        id_bytes = 2 if self.draft_vocab_size <= NARROW_VOCABULARY else 4
+        return self.top_k * (id_bytes + 2) + 8 + id_bytes
 
     def bytes_of(self, tokens: int, answer_tokens: int, num_aux_layers: int, hidden_size: int) -> int:
         """A whole store, but for its headers (some 100 bytes per row)."""
@@ -159,15 +157,9 @@ def vector_bytes(codec: Codec, hidden_size: int) -> int:
     return hidden_size * _ITEMSIZE[codec] + (SCALE_BYTES if codec in ("int8", "fp8") else 0)
 
 
-def topk_bytes(top_k: int, draft_vocab_size: int) -> int:
-    """One opinion: k ids, k float16 logits, the float32 masses of the rest and of all, the target's first choice."""
-    id_bytes = 2 if draft_vocab_size <= NARROW_VOCABULARY else 4
-    return top_k * (id_bytes + 2) + 8 + id_bytes
-
-
 def choose(wanted: StoredAs, max_bytes: int | None, tokens: int, answer_tokens: int, num_aux_layers: int,
            hidden_size: int) -> StoredAs | None:
-    """`wanted` where no budget is given or it fits; else the best of what is smaller and fits; None if nothing does."""
+    """`wanted` where no budget is given or it fits; else the most exact smaller one that fits; None if none does."""
     if max_bytes is None:
         return wanted
     fitting = (way for way in candidates(wanted)
@@ -176,7 +168,7 @@ def choose(wanted: StoredAs, max_bytes: int | None, tokens: int, answer_tokens: 
 
 
 def candidates(wanted: StoredAs) -> Iterator[StoredAs]:
-    """`wanted`, then the lesser codecs, with the final state as wanted: an opinion is about one draft vocabulary, which
-    is not for a budget to decide."""
+    """`wanted`, then the smaller codecs, with the same final state: a top-k distribution belongs to one draft
+    vocabulary, which a budget must not change."""
     for codec in BEST_FIRST[BEST_FIRST.index(wanted.codec):]:
         yield StoredAs(codec, wanted.final_state, wanted.top_k, wanted.draft_vocab_size)

@@ -1,9 +1,9 @@
 """What a cluster's administrator decides, once, for every job and endpoint; and what a job may ask for beyond it.
 
 A `ClusterProfile` is a file of the installation (EYRIE_CLUSTER_PROFILE; the chart makes it of its values): images, work
-area, service accounts, secrets, host paths, where Kubeflow is. A `PlacementRequest` is part of a job, written by
-whoever may post one, and so holds nothing by which one could reach other people's data: no image, no account, no
-Secret, no path of a node. `eyrie_api.planning.placement` lays the one over the other.
+area, service accounts, secrets, host paths, where Kubeflow is. A `PlacementRequest` is part of a job, written by its
+submitter, and so has nothing that gives access to other users' data: no image, no account, no Secret, no path of a
+node. `eyrie_api.planning.placement` merges the two.
 """
 
 from pydantic import Field, model_validator
@@ -140,12 +140,12 @@ class ClusterProfile(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_one_model_cache(cls, given: object) -> object:
-        serving = given.get("serving") if isinstance(given, dict) else None
+    def _has_one_model_cache(cls, document: object) -> object:
+        serving = document.get("serving") if isinstance(document, dict) else None
         if isinstance(serving, dict) and "model_cache_claim" in serving:
             raise ValueError("cluster profile: serving.model_cache_claim is no longer a field: write model_cache: "
                              f"{{claim: {serving['model_cache_claim']}}} in the profile, for stages and engines")
-        return given
+        return document
 
     @model_validator(mode="after")
     def _work_is_shared(self) -> "ClusterProfile":

@@ -123,8 +123,12 @@ class DataSpec(Frozen):
         for source in self.sources:
             name = source.name
             if name is None:
-                derived, number = _derived_name(source.path), 1
-                name = derived
+                # Of the last part of the path that has no wildcard.
+                parts = [part for part in source.path.partition("://")[2 if "://" in source.path else 0].split("/")
+                         if part.strip(".") and not set(part) & set("*?[]")]
+                last = _DATA_SUFFIX.sub("", parts[-1]) if parts else ""
+                name = re.sub(r"[^a-z0-9]+", "-", last.lower())[:_MAX_DERIVED_NAME].strip("-") or "source"
+                derived, number = name, 1
                 while name in taken:
                     number += 1
                     name = f"{derived}-{number}"
@@ -133,32 +137,22 @@ class DataSpec(Frozen):
         return tuple(names)
 
     @model_validator(mode="after")
-    def _names_are_distinct(self) -> "DataSpec":
+    def _sources_and_mix_agree(self) -> "DataSpec":
         names = [source.name for source in self.sources if source.name is not None]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"data.sources has two sources of the name {twice[0]!r}, and data.mix could not tell them "
                              "apart: give each a name of its own, or omit the names")
-        return self
-
-    @model_validator(mode="after")
-    def _mix_is_of_the_sources(self) -> "DataSpec":
-        if self.mix is None:
-            return self
         known = ", ".join(self.source_names)
-        unknown = [name for name in self.mix if name not in self.source_names]
+        unknown = [name for name in self.mix or () if name not in self.source_names]
         if unknown:
             raise ValueError(f"data.mix names {unknown[0]!r}, which is no source: use the names of data.sources, "
                              f"which are {known}")
-        if len(self.mix) < 2:
+        if self.mix is not None and len(self.mix) < 2:
             raise ValueError(f"data.mix {self.mix} names fewer than two sources: name at least two of {known}, with "
                              "share 0 for one to leave out; or omit data.mix to train on all captured rows")
-        if not any(self.mix.values()):
+        if self.mix is not None and not any(self.mix.values()):
             raise ValueError(f"data.mix {self.mix} has no share above 0: give at least one source a share")
-        return self
-
-    @model_validator(mode="after")
-    def _one_rule_for_each_file(self) -> "DataSpec":
         rules: dict[str, tuple[dict[str, JsonValue], int | None]] = {}
         for source in self.sources:
             rule = (source.chat_template_kwargs, source.max_new_tokens)
@@ -166,11 +160,3 @@ class DataSpec(Frozen):
                 raise ValueError(f"data.sources names {source.path!r} twice with different chat_template_kwargs or "
                                  "max_new_tokens: rows are distinguished by their file; use a copy of the file")
         return self
-
-
-def _derived_name(path: str) -> str:
-    """A name from the last part of a path that has no wildcard."""
-    parts = [part for part in path.partition("://")[2 if "://" in path else 0].split("/")
-             if part.strip(".") and not set(part) & set("*?[]")]
-    last = _DATA_SUFFIX.sub("", parts[-1]) if parts else ""
-    return re.sub(r"[^a-z0-9]+", "-", last.lower())[:_MAX_DERIVED_NAME].strip("-") or "source"

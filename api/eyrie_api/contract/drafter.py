@@ -43,7 +43,7 @@ class DrafterSpec(Frozen):
 
     max_draft_tokens: int | None = Field(None, ge=1, le=16)
     """How far `medusa`, `hydra` and `dflash` can look ahead: their heads, or their block less its first token. Default:
-    train.ttt_length. The other families go as deep as they are asked."""
+    train.ttt_length. The other families have no such limit."""
 
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""
@@ -76,14 +76,10 @@ class DrafterSpec(Frozen):
         return None if self.init_from is None else PublishedDrafter(path=self.init_from, revision=self.init_revision)
 
     @model_validator(mode="after")
-    def _revision_of_a_drafter(self) -> "DrafterSpec":
+    def _fields_agree(self) -> "DrafterSpec":
         if self.init_revision is not None and self.init_from is None:
             raise ValueError(f"drafter.init_revision is {self.init_revision!r} without a drafter: set "
                              "drafter.init_from, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _one_norm_in_front(self) -> "DrafterSpec":
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("drafter.fc_norm and drafter.norm_before_fc are both true: no engine applies both; "
                              "choose fc_norm (EAGLE-3.1) or norm_before_fc")

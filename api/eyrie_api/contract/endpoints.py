@@ -1,8 +1,8 @@
 """The history of an endpoint: every promotion decision, every change of what serves, every window watched; and what its
 traffic shows now, the latest entries as far as they are still true.
 
-Entries are kept when the job they speak of is deleted; only windows, which come as long as there is traffic, are
-thinned to the latest few hundred.
+Entries remain when the job that they name is deleted; only windows, which are recorded as long as there is traffic, are
+reduced to the latest few hundred.
 """
 
 from datetime import datetime
@@ -55,7 +55,7 @@ class History(Frozen):
 
     items: tuple[HistoryEntry, ...]
     next_before: int | None = None
-    """When there are older ones: ask again with `before` set to this."""
+    """`before` of the request for older entries; null when there are none."""
 
 
 class LiveWindow(Frozen):
@@ -67,7 +67,7 @@ class LiveWindow(Frozen):
 
     proven_tau: float | None = None
     requests_per_s: float | None = None
-    """Requests that ended; null of windows that an earlier version recorded."""
+    """Requests that ended; null where they were not counted."""
 
     since: datetime | None = None
     """When it began; null as `requests_per_s`."""

@@ -1,5 +1,5 @@
-"""Figures of a job or an endpoint, one definition each, drawn by the console and by whoever else reads it; and the
-curves of a training: every chart with its values."""
+"""Figures of a job or an endpoint, one definition each, drawn by the console and other readers; and the curves of a
+training run: every chart with its values."""
 
 from datetime import datetime
 from typing import Literal
@@ -97,7 +97,7 @@ class LatestValue(Frozen):
 
 
 class CurveRun(Frozen):
-    """One training: that of a candidate."""
+    """The training run of one candidate."""
 
     key: str
     """Of the candidate; empty if the job has one alone."""
@@ -130,7 +130,7 @@ class Dash(Frozen):
 
 
 class TrainingCurves(Frozen):
-    """All charts of a job's trainings, those without values so far included."""
+    """All charts of a job's training runs, those without values so far included."""
 
     charts: tuple[Chart, ...]
     runs: tuple[CurveRun, ...]

@@ -65,7 +65,7 @@ class HardwareSpec(Frozen):
 
     @model_validator(mode="after")
     def _distinct(self) -> "HardwareSpec":
-        names = [one.name for one in self.profiles]
+        names = [profile.name for profile in self.profiles]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two profiles are named {min(twice)!r}: give each its own name")
         return self

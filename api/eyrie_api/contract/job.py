@@ -64,32 +64,20 @@ class JobSpec(Frozen):
     """Your own, to find the job by."""
 
     @model_validator(mode="after")
-    def _answers_are_given_or_generated(self) -> "JobSpec":
+    def _sections_agree(self) -> "JobSpec":
         if self.data.answered and self.regenerate.engine is not None:
             raise ValueError(f"data.answered is true, which generates nothing, and regenerate.engine is "
                              f"{self.regenerate.engine!r}: omit one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _threads_are_of_the_embedded_engine(self) -> "JobSpec":
         profiles = self.prove.hardware.profiles if self.prove.hardware is not None else ()
-        for number, one in enumerate(profiles):
-            if one.threads is not None and self.engine.kind != "embedded":
-                raise ValueError(f"prove.hardware.profiles.{number}.threads is {one.threads} and engine is "
+        for number, profile in enumerate(profiles):
+            if profile.threads is not None and self.engine.kind != "embedded":
+                raise ValueError(f"prove.hardware.profiles.{number}.threads is {profile.threads} and engine is "
                                  f"{self.engine.kind!r}, which takes no number of threads: omit it")
-        return self
-
-    @model_validator(mode="after")
-    def _depth_was_trained(self) -> "JobSpec":
         deepest = max(self.benchmark.tree.num_steps, *self.tune.num_steps)
         if deepest > self.train.ttt_length + 4:
             raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
                              "the drafter would be served at depths it was not trained for; raise "
                              "ttt_length or lower num_steps")
-        return self
-
-    @model_validator(mode="after")
-    def _every_family_has_the_variant(self) -> "JobSpec":
         variants = [field for field in VARIANT_FIELDS if getattr(self.drafter, field)]
         for family in self.sweep.families or (self.drafter.family,):
             for field in variants:
@@ -97,10 +85,6 @@ class JobSpec(Frozen):
                     owners = ", ".join(name for name, row in FAMILIES.items() if field in row.variant_fields)
                     raise ValueError(f"drafter.{field} is a variant of {owners}, and {family!r} is to be trained too: "
                                      "leave it out, or train that family in a job of its own")
-        return self
-
-    @model_validator(mode="after")
-    def _rivals_are_distinct(self) -> "JobSpec":
         names = [rival.checkpoint for rival in self.rivals]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -112,24 +96,14 @@ class JobSpec(Frozen):
         if self.engine.kind == "embedded" and any(rival.method == "nextn" for rival in self.rivals):
             raise ValueError("rivals names nextn, and engine is 'embedded', which does not compute the target's MTP "
                              "layers: set engine to 'sglang', or leave the rival out")
-        return self
-
-    @model_validator(mode="after")
-    def _engine_can_serve(self) -> "JobSpec":
-        if self.engine.kind != "sglang":
-            return self
-        for family in self.sweep.families or (self.drafter.family,):
+        for family in (self.sweep.families or (self.drafter.family,)) if self.engine.kind == "sglang" else ():
             if family not in sglang_families():
                 field = "sweep.families" if self.sweep.families else "drafter.family"
                 raise ValueError(f"{field} names {family!r}, which engine 'sglang' cannot serve: use one of "
                                  f"{', '.join(sglang_families())}, or engine 'embedded'")
-        if self.benchmark.tree.static:
+        if self.engine.kind == "sglang" and self.benchmark.tree.static:
             raise ValueError("benchmark.tree.static is true, and engine 'sglang' supports dynamic trees only: set it "
                              "to false, or engine to 'embedded'")
-        return self
-
-    @model_validator(mode="after")
-    def _one_program_is_one_pod(self) -> "JobSpec":
         if self.sweep.shared_passes == "always" and self.placement.train_launcher == "trainjob":
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")

@@ -25,7 +25,7 @@ _REFUSED = {"bool": _refusing("bool_type", int, float, str), "int": _refusing("i
 def _exact(schema: Any, model: type[BaseModel]) -> Any:
     """The schema of a model with fields of exact types; those of nested models are exact already."""
     if isinstance(schema, list):
-        return [_exact(one, model) for one in schema]
+        return [_exact(part, model) for part in schema]
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")  # of a schema; a mapping of fields may have one of this name

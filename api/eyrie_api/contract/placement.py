@@ -210,7 +210,7 @@ class JobPlacement(Frozen):
     """Merged into `every`, for single stages."""
 
     train_nodes: int = Field(1, ge=1, le=256)
-    """Nodes of one training. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
+    """Nodes of one training run. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
 
     train_launcher: Literal["pod", "trainjob"] = "pod"
     """pod: one process for each GPU of the stage's own pod. trainjob: a TrainJob of several pods, each with such

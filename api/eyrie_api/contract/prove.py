@@ -114,4 +114,4 @@ class ProveSpec(Frozen):
     @property
     def profile_names(self) -> tuple[str, ...]:
         """Of `hardware`; the members of the stage of that name."""
-        return () if self.hardware is None else tuple(one.name for one in self.hardware.profiles)
+        return () if self.hardware is None else tuple(profile.name for profile in self.hardware.profiles)

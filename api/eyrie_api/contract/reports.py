@@ -15,7 +15,7 @@ from eyrie_api.contract.tuning import DraftTime, OperatingMap, StepTime, Trial
 
 
 class Environment(Frozen):
-    """Where a number was measured; without it a number is gossip."""
+    """Where a number was measured."""
 
     hardware: str
     cpu_count: int
@@ -327,7 +327,7 @@ class CellReport(Frozen):
 class ConcurrencyReport(Frozen):
     """A drafter against the same engine without it, with several requests decoded at once: all suites mixed.
 
-    Speeds are of all requests together, while every slot is busy. Only first turns are asked.
+    Speeds are of all requests together, while every slot is busy. Only first turns are sent.
     """
 
     concurrency: int
@@ -482,7 +482,7 @@ class LeaderboardEntry(Frozen):
 
 
 class PromotionCheck(Frozen):
-    """One question promotion asks, what was found, and what was demanded."""
+    """One check of the promotion, with its figure and its bound."""
 
     name: str
     """`<question>` or `<question>:<of what>`: identical, proof, parity, suite:chat, load:4, ttft:4, incumbent, ..."""
@@ -502,7 +502,7 @@ class PromotionDecision(Frozen):
     verdict: Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
     reasons: tuple[str, ...]
     checks: tuple[PromotionCheck, ...] = ()
-    """Every question asked, in order, passed or not."""
+    """Every check, in order, passed or not."""
 
     candidate_speedup: float | None = None
     incumbent_speedup: float | None = None

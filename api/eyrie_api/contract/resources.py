@@ -1,11 +1,11 @@
 """The custom resources: DrafterJob and DraftEndpoint, as `kubectl apply` gives them and `kubectl get` shows them.
 
-A DrafterJob is the job of the REST API under another roof: `spec.job` is the JobSpec, field for field, in our own
-spelling. What Kubernetes itself reads of a status is spelled its way, because `kubectl wait`, Argo CD and Flux look for
-it: `observedGeneration`, and conditions in the shape of metav1.Condition.
+A DrafterJob is a job of the REST API as a Kubernetes object: `spec.job` is the JobSpec, field for field, in the REST
+API's spelling. Fields of the status that Kubernetes programs read (`kubectl wait`, Argo CD, Flux) have Kubernetes
+spelling: `observedGeneration`, and conditions in the shape of metav1.Condition.
 
-A status is a projection of rows, written when something changed that a person would call a change. So it holds no
-progress: 1,000 running jobs would be 1,000 writes every few seconds. Progress is at the REST API and its event stream.
+A status is a projection of rows. It has no progress: 1,000 running jobs would be 1,000 writes every few seconds.
+Progress is in the REST API and its event stream.
 
 `eyrie_operator.manifests.crd` makes CustomResourceDefinitions of these models.
 """

@@ -34,7 +34,7 @@ class TrainSpec(Frozen):
 
     learning_rate: float | None = Field(None, gt=0.0, le=1.0)
     """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters need less:
-    published EAGLE-3 trainings use 5e-5 to 6e-4."""
+    published EAGLE-3 training runs use 5e-5 to 6e-4."""
 
     warmup_ratio: Probability = 0.05
     """Share of the steps in which the learning rate rises linearly to its peak."""
@@ -98,5 +98,5 @@ class TrainSpec(Frozen):
     trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
     """Trackers that are sent the metrics while training runs. Server and credentials are the tracker's own environment
     variables where the training runs: MLFLOW_TRACKING_URI for mlflow, WANDB_API_KEY or WANDB_MODE=offline for wandb.
-    tensorboard writes files in the training's directory. A tracker that is away fails nothing; after the last step it
-    has a minute."""
+    tensorboard writes files in the directory of the training run. An unavailable tracker does not fail the run; after
+    the last step it is given one minute."""

@@ -81,7 +81,7 @@ class Trial(Frozen):
     speedup_interval: Interval | None = None
     tau: float | None = None
     blocks: int = 0
-    """Blocks of prompts asked: one at concurrency 1, twice the concurrency above."""
+    """Blocks of prompts measured: one at concurrency 1, twice the concurrency above."""
 
     seconds: float = 0.0
     """Spent on measuring it."""

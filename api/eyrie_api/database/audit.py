@@ -1,13 +1,13 @@
 """The audit log: what was done is written in the transaction of the change, what was refused in one of its own."""
 
-from sqlalchemy import or_, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import AuditEntry, AuditPage
 from eyrie_api.database.engine import Database
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import InvalidInput
 
@@ -32,18 +32,13 @@ class Audit:
         """The latest entries, or the latest before an id; newest first. Raises InvalidInput."""
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} entries at a time")
-        seen, principal = self._scope.sees(AuditRow.project, "audit:read"), self._scope.principal
-        if self._scope.project is None and (principal is None or principal.allows("audit:read", ALL_PROJECTS)):
-            seen = or_(seen, AuditRow.project.is_(None))
-        query = select(AuditRow).where(seen)
+        query = select(AuditRow).where(self._scope.sees(AuditRow.project, "audit:read"))
         for column, value in ((AuditRow.actor, actor), (AuditRow.verb, verb), (AuditRow.object, thing)):
             query = query if value is None else query.where(column == value)
         query = query if before is None else query.where(AuditRow.id < before)
         with self._database.reading() as session:
             rows = session.scalars(query.order_by(AuditRow.id.desc()).limit(limit + 1)).all()
-            items = tuple(AuditEntry(id=row.id, time=row.time, actor=row.actor, verb=row.verb, object=row.object,
-                                     project=row.project, outcome=row.outcome, request_id=row.request_id)
-                          for row in rows[:limit])
+            items = tuple(render(AuditEntry, row) for row in rows[:limit])
         return AuditPage(items=items, next_before=items[-1].id if len(rows) > limit else None)
 
     def refused(self, actor: str, verb: str, thing: str, project: str | None, status: int, request_id: str) -> None:

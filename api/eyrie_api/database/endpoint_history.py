@@ -18,7 +18,7 @@ from eyrie_api.contract.endpoints import Actor, History, HistoryEntry, HistoryKi
 from eyrie_api.contract.reports import PromotionDecision
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database
-from eyrie_api.database.rendering import render_history
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.decisions.promotion import decision_reason
@@ -81,16 +81,17 @@ class Histories:
                               "list the endpoints; one is made when a job first promotes to it")
             self._scope.check("endpoints:read", project, absent)
             rows = session.scalars(query.order_by(HistoryRow.id.desc()).limit(limit + 1)).all()
-            if not rows and session.get(EndpointRow, endpoint) is None and not _known(session, endpoint):
+            any_entry = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint).limit(1)
+            if not rows and session.get(EndpointRow, endpoint) is None and session.execute(any_entry).first() is None:
                 raise absent
-            items = tuple(render_history(row) for row in reversed(rows[:limit]))
+            items = tuple(render(HistoryEntry, row) for row in reversed(rows[:limit]))
         return History(items=items, next_before=items[0].id if len(rows) > limit else None)
 
     def latest(self, endpoint: str, kind: HistoryKind) -> HistoryEntry | None:
         query = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == kind)
         with self._database.reading() as session:
             row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()
-            return None if row is None else render_history(row)
+            return None if row is None else render(HistoryEntry, row)
 
     def latest_of_all(self, kinds: Collection[HistoryKind]) -> tuple[HistoryEntry, ...]:
         """The latest entry of each of these kinds of every endpoint the caller sees; by one query."""
@@ -99,7 +100,7 @@ class Histories:
         ).group_by(HistoryRow.endpoint, HistoryRow.kind)
         with self._database.reading() as session:
             rows = session.scalars(select(HistoryRow).where(HistoryRow.id.in_(latest)).order_by(HistoryRow.id)).all()
-            return tuple(render_history(row) for row in rows)
+            return tuple(render(HistoryEntry, row) for row in rows)
 
     def record_decision(self, endpoint: str, decision: PromotionDecision, *, job_id: str, attempt: int) -> None:
         """Record the promotion decision about a job's candidate; no effect when this attempt was recorded before."""
@@ -151,8 +152,8 @@ class Histories:
             entry_id = record_history(session, self._clock, endpoint, kind, reason, message, revision=revision,
                                       job_id=job_id, actor="watch", figures=figures, data=data, once=once)
             if kind == "drift" and entry_id is not None:
-                announce(session, self._clock, endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT,
-                "endpoint.drift",
+                project = endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
+                announce(session, self._clock, project, "endpoint.drift",
                          {"endpoint": {"name": endpoint, "revision": revision, "reason": reason, "message": message}})
 
     def watched(self, endpoint: str, revision: int) -> RecentWindows:
@@ -169,10 +170,6 @@ class Histories:
 
 def _last(session: Session, endpoint: str, revision: int, kind: str, after: int) -> int:
     """Id of the latest entry of that kind, or `after` when there is none beyond it."""
-    found = session.execute(select(func.max(HistoryRow.id)).where(
+    latest = session.execute(select(func.max(HistoryRow.id)).where(
         HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == kind)).scalar()
-    return max(found or 0, after)
-
-
-def _known(session: Session, endpoint: str) -> bool:
-    return session.execute(select(HistoryRow.id).where(HistoryRow.endpoint == endpoint).limit(1)).first() is not None
+    return max(latest or 0, after)

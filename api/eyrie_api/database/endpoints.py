@@ -111,9 +111,9 @@ class Endpoints:
         with self._database.reading() as session:
             rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
             revisions: dict[str, list[RevisionRow]] = {row.name: [] for row in rows}
-            for one in session.scalars(select(RevisionRow).where(
+            for revision in session.scalars(select(RevisionRow).where(
                     endpoint_names.visible_to(RevisionRow.endpoint, self._scope, "endpoints:read"))):
-                revisions.get(one.endpoint, []).append(one)
+                revisions.get(revision.endpoint, []).append(revision)
             return EndpointList(items=tuple(render_endpoint(row, revisions[row.name]) for row in rows))
 
     def serving(self, name: str, action: Action = "endpoints:read") -> Serving:
@@ -171,7 +171,19 @@ class Endpoints:
             row = self._hold(session, name)
             self._note(session, "endpoint.rollback", name)
             self._check_quota(session, row)
-            back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
+            if revision is not None:
+                back = session.get(RevisionRow, (name, revision))
+            elif row.active_revision is None:
+                raise Conflict(f"endpoint {name!r} has no active revision to roll back from", "wait until it serves")
+            else:
+                earlier = session.scalars(select(RevisionRow).where(
+                    RevisionRow.endpoint == name, RevisionRow.number < row.active_revision,
+                ).order_by(RevisionRow.number.desc())).all()
+                # The last retired one; without one, the target alone.
+                back = next((older for older in earlier if older.state == "retired"),
+                            next((older for older in earlier if older.checkpoint is None), None))
+                if back is None:
+                    raise Conflict(f"endpoint {name!r} serves its first revision", "there is no older revision")
             if back is None:
                 raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
             active = self._revision(session, row, row.active_revision)
@@ -229,7 +241,14 @@ class Endpoints:
                 before.state = "retired" if before.rejected_reason is None else "rolled-back"
             revision.state, revision.rejected_reason = "active", None
             if row.active_revision != number:
-                self._announce(session, revision, before)
+                back = before if before is not None and before.state == "rolled-back" else None
+                if back is not None or revision.checkpoint is not None:  # not the target alone, which is no promotion
+                    announce(session, self._clock, endpoint_names.project_of(session, name) or DEFAULT_PROJECT,
+                             "endpoint.promoted" if back is None else "endpoint.rolled_back", {"endpoint": {
+                                 "name": name, "revision": number, "job": revision.job_id,
+                                 "checkpoint": revision.checkpoint, "speedup": revision.speedup,
+                                 "from_revision": None if before is None else before.number,
+                                 "reason": revision.reason if back is None else back.rejected_reason}})
                 label = DrafterUse.model_validate(revision.use).setting.label()
                 record_history(session, self._clock, name, "activated", "Activated",
                                f"{revision.checkpoint} {label}" if revision.checkpoint else label, revision=number,
@@ -247,7 +266,7 @@ class Endpoints:
         stays. `reason` is a CamelCase word; `figures` are those of its canary's last step."""
         with self._database.writing() as session:
             row = self._hold(session, name)
-            revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
+            revision, active = self._revision(session, row, number), self._revision(session, row, row.active_revision)
             if revision is not None:
                 revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
                 record_history(session, self._clock, name, "rejected", reason, message, revision=number,
@@ -266,7 +285,7 @@ class Endpoints:
             row = self._hold(session, name)
             row.url = url or row.url
             if conditions is not None:
-                row.conditions = [one.model_dump(mode="json") for one in conditions]
+                row.conditions = [condition.model_dump(mode="json") for condition in conditions]
             row.updated_at = self._clock()
 
     def _find(self, session: Session, name: str, action: Action = "endpoints:read", *,
@@ -291,17 +310,6 @@ class Endpoints:
         if checked or not self._scope.is_system:
             check_endpoint(session, endpoint_names.project_of(session, row.name) or DEFAULT_PROJECT, row.name,
                            row.num_replicas, EndpointServeSpec.model_validate(row.serve).placement)
-
-    def _announce(self, session: Session, revision: RevisionRow, before: RevisionRow | None) -> None:
-        back = before is not None and before.state == "rolled-back"
-        if not back and revision.checkpoint is None:
-            return  # the target without a drafter, the first revision of every endpoint
-        announce(session, self._clock, endpoint_names.project_of(session, revision.endpoint) or DEFAULT_PROJECT,
-                 "endpoint.rolled_back" if back else "endpoint.promoted", {"endpoint": {
-                     "name": revision.endpoint, "revision": revision.number, "job": revision.job_id,
-                     "checkpoint": revision.checkpoint, "speedup": revision.speedup,
-                     "from_revision": None if before is None else before.number,
-                     "reason": before.rejected_reason if back and before is not None else revision.reason}})
 
     def _set_candidate(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
         waiting = self._revision(session, row, row.candidate_revision)
@@ -335,19 +343,6 @@ def _set_urls(session: Session, endpoint: str, urls: Mapping[int, str] | None) -
 
 def _missing(name: str) -> NotFound:
     return NotFound(f"no endpoint {name!r}", "list the endpoints; the first promotion of a job creates one")
-
-
-def _earlier(session: Session, row: EndpointRow) -> RevisionRow:
-    """The last retired revision before the active one; without one, the target alone. Raises Conflict."""
-    if row.active_revision is None:
-        raise Conflict(f"endpoint {row.name!r} has no active revision to roll back from", "wait until it serves")
-    earlier = session.scalars(select(RevisionRow).where(
-        RevisionRow.endpoint == row.name, RevisionRow.number < row.active_revision,
-    ).order_by(RevisionRow.number.desc())).all()
-    good = [one for one in earlier if one.state == "retired"] or [one for one in earlier if one.checkpoint is None]
-    if not good:
-        raise Conflict(f"endpoint {row.name!r} serves its first revision", "there is no older revision")
-    return good[0]
 
 
 def _use(drafter_dir: str | None, tree: DraftTreeShape | None) -> DrafterUse:

@@ -102,7 +102,15 @@ and close connections, and PostgreSQL starts a process for each."""
 def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
     if not is_sqlite:
         engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, pool_pre_ping=True)
-        _require_utf8(engine, str(url.database))
+
+        @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy reads the server's version as text
+        def _require_utf8(connection: Any, _entry: ConnectionPoolEntry) -> None:
+            # In SQL_ASCII, the encoding of a cluster that was made without a locale, psycopg gives bytes for text.
+            encoding = connection.info.parameter_status("server_encoding")
+            if encoding not in (None, "UTF8"):  # None: of a proxy that does not pass it on
+                raise InvalidInput(f"database {str(url.database)!r} has the encoding {encoding}, and UTF8 is required",
+                                   "create it with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
+
         return engine
     engine = create_engine(url)
 
@@ -121,15 +129,3 @@ def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
-
-
-def _require_utf8(engine: Engine, name: str) -> None:
-    """Refuse another encoding at the first connection: in SQL_ASCII, the encoding of a cluster that was made without a
-    locale, psycopg gives bytes in place of text."""
-
-    @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy reads the server's version as text
-    def _check(connection: Any, _entry: ConnectionPoolEntry) -> None:
-        encoding = connection.info.parameter_status("server_encoding")
-        if encoding not in (None, "UTF8"):  # None: of a proxy that does not pass it on
-            raise InvalidInput(f"database {name!r} has the encoding {encoding}, and UTF8 is required",
-                               "create it with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")

@@ -19,25 +19,9 @@ from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.tables import IdempotencyRow
 from eyrie_api.errors import InvalidInput
 
-MAX_KEY_LENGTH = 255
-
 
 class IdempotencyMismatch(InvalidInput):
     """The key was used before with another body."""
-
-    reason = "IdempotencyMismatch"
-
-
-def route_within(project: str, route: str) -> str:
-    """The route as it is stored."""
-    return route if project == DEFAULT_PROJECT else f"{project}:{route}"
-
-
-def check_key(key: str) -> None:
-    """Raises InvalidInput for an invalid Idempotency-Key."""
-    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-        raise InvalidInput(f"Idempotency-Key of {len(key)} characters",
-                           "send 1 to 255 printable characters, for example a UUID")
 
 
 @dataclass(frozen=True)
@@ -47,6 +31,14 @@ class Once:
     key: str
     route: str
     body_digest: str
+
+    @classmethod
+    def of(cls, key: str, project: str, route: str, body_digest: str) -> "Once":
+        """Raises InvalidInput for an invalid Idempotency-Key."""
+        if not 1 <= len(key) <= 255 or not key.isprintable():
+            raise InvalidInput(f"Idempotency-Key of {len(key)} characters",
+                               "send 1 to 255 printable characters, for example a UUID")
+        return cls(key, route if project == DEFAULT_PROJECT else f"{project}:{route}", body_digest)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,13 @@ class Ingest:
         return len(lines)
 
     def _store(self, session: Session, job_id: str, stage: StageName, key: str, line: bytes) -> None:
-        record = self._parse(line)
+        record: StageRecord
+        try:
+            record = STAGE_RECORD.validate_json(line)
+        except ValidationError as error:
+            shown = line[:200].decode(errors="replace")
+            record = EventRecord(time=self._clock(), type="Warning", reason="UnreadableRecord",
+                                 message=f"a line of events.jsonl is not a record ({first_problem(error)}): {shown}")
         if isinstance(record, EventRecord):
             session.add(EventRow(job_id=job_id, time=record.time, type=record.type, reason=record.reason,
                                  message=record.message, stage=stage, key=key, data=record.data))
@@ -84,11 +90,3 @@ class Ingest:
                 session.flush()
             else:
                 row.progress = progress
-
-    def _parse(self, line: bytes) -> StageRecord:
-        try:
-            return STAGE_RECORD.validate_json(line)
-        except ValidationError as error:
-            shown = line[:200].decode(errors="replace")
-            return EventRecord(time=self._clock(), type="Warning", reason="UnreadableRecord",
-                               message=f"a line of events.jsonl is not a record ({first_problem(error)}): {shown}")

@@ -53,11 +53,12 @@ from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
     ENDS,
+    TIME_CURSOR,
     decode_cursor,
     encode_cursor,
     is_over,
     new_job_id,
-    render_event,
+    render,
     render_job,
 )
 from eyrie_api.database.tables import (
@@ -83,8 +84,6 @@ _CLOCKS_DIFFER = 3
 
 class LeaseLost(Conflict):
     """Another driver has taken the job over, or the lease has run out."""
-
-    reason = "LeaseLost"
 
 
 @dataclass(frozen=True)
@@ -173,12 +172,12 @@ class Jobs:
         return job
 
     def _accept(self, session: Session, resolved: ResolvedJob, project: str | None, submitted: JobSpec) -> Job:
-        spec, asked = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+        spec, named = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
-        project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
+        project = named or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
-        if asked is not None:
-            check_job(session, asked, spec, resolved.demand)
+        if named is not None:
+            check_job(session, named, spec, resolved.demand)
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
@@ -235,9 +234,15 @@ class Jobs:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_PAGE} jobs per page")
-        query = _filtered(wanted or JobFilter()).where(self._scope.sees(JobRow.project, "jobs:read"))
+        query, wanted = select(JobRow).where(self._scope.sees(JobRow.project, "jobs:read")), wanted or JobFilter()
+        for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
+                              (JobRow.project, wanted.project)):
+            query = query if value is None else query.where(column == value)
+        for key, value in wanted.labels.items():
+            query = query.where(exists().where(
+                LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))
         if cursor is not None:
-            when, job_id = decode_cursor(cursor)
+            when, job_id = decode_cursor(cursor, TIME_CURSOR)
             query = query.where(or_(JobRow.created_at < when, and_(JobRow.created_at == when, JobRow.id < job_id)))
         query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit + 1)
         with self.database.reading() as session:
@@ -286,10 +291,10 @@ class Jobs:
             row.cancel_requested = row.ended = False
             row.phase = "Pending"
             old = JobStatus.model_validate(row.status)
-            kept = tuple(one for one in old.conditions if one.type not in ENDS)
+            remaining = tuple(condition for condition in old.conditions if condition.type not in ENDS)
             row.status = old.model_copy(update={
-                "conditions": kept, "attempt": row.attempt, "phase": "Pending", "finished_at": None, "run_id": None,
-            }).model_dump(mode="json")
+                "conditions": remaining, "attempt": row.attempt, "phase": "Pending", "finished_at": None,
+                "run_id": None}).model_dump(mode="json")
             row.updated_at = self._clock()
             session.execute(update(StageRow).where(
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
@@ -388,11 +393,11 @@ class Jobs:
         with self.database.reading() as session:
             return tuple(map(WaitingPod.model_validate, self._find(session, job_id).waiting_pods or ()))
 
-    def record_waiting_pods(self, found: Iterable[WaitingPod]) -> None:
+    def record_waiting_pods(self, pods: Iterable[WaitingPod]) -> None:
         """Replace those of every job that has not ended; only what differs is written. Their jobs are found by run."""
         by_run: dict[str, list[Any]] = {}
-        for one in found:
-            by_run.setdefault(one.run_id, []).append(one.model_dump(mode="json"))
+        for pod in pods:
+            by_run.setdefault(pod.run_id, []).append(pod.model_dump(mode="json"))
         run_id = JobRow.status["run_id"].as_string()
         query = select(JobRow.id, run_id, JobRow.waiting_pods).where(
             JobRow.ended.is_(False), or_(run_id.in_(by_run), JobRow.waiting_pods.is_not(None)))
@@ -416,7 +421,8 @@ class Jobs:
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "its new driver continues")
             if is_over(status.conditions) and not row.ended:
-                end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
+                end = next(condition for condition in status.conditions
+                           if condition.type in _END_EVENTS and condition.status == "True")
                 announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
                     "id": row.id, "name": row.name, "target": row.target, "reason": end.reason,
                     "message": end.message}})
@@ -443,7 +449,7 @@ class Jobs:
             self._hold(session, job_id)
             row = self._note(session, job_id, reason, message, type=type, stage=stage, key=key, data=data)
             session.flush()
-            return render_event(row)
+            return render(Event, row)
 
     def record_metrics(self, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
         """Record points of series; a point recorded again is replaced."""
@@ -457,7 +463,7 @@ class Jobs:
         query = select(EventRow).where(EventRow.job_id == job_id, EventRow.id > after).order_by(EventRow.id)
         with self.database.reading() as session:
             self._find(session, job_id)
-            return tuple(render_event(row) for row in session.scalars(query.limit(limit)))
+            return tuple(render(Event, row) for row in session.scalars(query.limit(limit)))
 
     def count_events(self) -> int:
         """How many events have been recorded, deleted ones included: the highest id; for metrics."""
@@ -504,7 +510,8 @@ class Jobs:
 
     def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
         """The row, if this scope may access it. Raises NotFound, or Forbidden."""
-        row, absent = session.get(JobRow, job_id, with_for_update=hold or None), _missing(job_id)
+        row = session.get(JobRow, job_id, with_for_update=hold or None)
+        absent = NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
         if row is None:
             raise absent
         self._scope.check(action, row.project, absent)
@@ -544,13 +551,9 @@ def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
                               "order_by": (parted.c.value, parted.c.step)}
     ranked = select(parted, func.lag(parted.c.step).over(**rising).label("less"),
                     func.lead(parted.c.step).over(**rising).label("greater")).subquery()
-    kept = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
+    is_shown = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
                ranked.c.less.is_(None), ranked.c.greater.is_(None))
-    return select(*(ranked.c[column.name] for column in points.c)).where(kept)
-
-
-def _missing(job_id: str) -> NotFound:
-    return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
+    return select(*(ranked.c[column.name] for column in points.c)).where(is_shown)
 
 
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
@@ -568,13 +571,3 @@ def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metri
 
 def _resolved(row: JobRow) -> ResolvedJob:
     return ResolvedJob.model_validate(row.submission["resolved"] | {"spec": row.spec})
-
-
-def _filtered(wanted: JobFilter) -> Select[Any]:
-    query = select(JobRow)
-    for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
-                          (JobRow.project, wanted.project)):
-        query = query if value is None else query.where(column == value)
-    for key, value in wanted.labels.items():
-        query = query.where(exists().where(LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))
-    return query

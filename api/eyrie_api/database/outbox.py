@@ -78,8 +78,8 @@ class Outbox:
         old, swept = select(OutboxRow.id).where(OutboxRow.dispatched_at < before).limit(_SWEPT_AT_ONCE), 0
         while True:
             with self._database.writing() as session:
-                gone = rowcount(session, delete(OutboxRow).where(OutboxRow.id.in_(old)).execution_options(
+                deleted = rowcount(session, delete(OutboxRow).where(OutboxRow.id.in_(old)).execution_options(
                     synchronize_session=False))
-            swept += gone
-            if gone < _SWEPT_AT_ONCE:
+            swept += deleted
+            if deleted < _SWEPT_AT_ONCE:
                 return swept

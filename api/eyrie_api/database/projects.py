@@ -4,10 +4,9 @@ Projects are never deleted, because the audit log, keys and jobs contain their n
 when it is requested.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -20,9 +19,10 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import Action, ApiKey, CreateMember, CreateProject, Member, Project, Quotas, Role
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
-from eyrie_api.database.quotas import live_endpoints, live_gpus, live_jobs, live_replicas
+from eyrie_api.database.quotas import live_endpoints, live_jobs
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import ApiKeyRow, JobRow, MembershipRow, ProjectRow
-from eyrie_api.decisions.alerts import UsedUp
+from eyrie_api.decisions.alerts import ExhaustedQuota
 from eyrie_api.errors import Conflict, NotFound
 
 
@@ -52,12 +52,12 @@ class Projects:
         with self._database.reading() as session:
             return tuple(_render(session, row) for row in session.scalars(query).all())
 
-    def used_up(self) -> tuple[UsedUp, ...]:
+    def used_up(self) -> tuple[ExhaustedQuota, ...]:
         """Quotas of jobs and GPUs that are used up, in the projects the caller has a role in."""
         limited = select(ProjectRow).where(
             self._scope.sees(ProjectRow.name, "jobs:read"),
             or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_gpus.is_not(None))).order_by(ProjectRow.name)
-        found = []
+        exhausted = []
         with self._database.reading() as session:
             rows = {row.name: row for row in session.scalars(limited)}
             if not rows:  # without quotas there may be any number of live jobs to count
@@ -67,10 +67,10 @@ class Projects:
             for name, jobs, gpus in session.execute(live):
                 max_jobs, max_gpus = rows[name].max_jobs, rows[name].max_gpus
                 if max_jobs is not None and jobs >= max_jobs:
-                    found.append(UsedUp(name, "jobs", jobs, max_jobs))
+                    exhausted.append(ExhaustedQuota(name, "jobs", jobs, max_jobs))
                 if max_gpus is not None and gpus >= max_gpus > 0:
-                    found.append(UsedUp(name, "GPUs", int(gpus), max_gpus))
-        return tuple(found)
+                    exhausted.append(ExhaustedQuota(name, "GPUs", int(gpus), max_gpus))
+        return tuple(exhausted)
 
     def get(self, name: str) -> Project:
         """One project. Raises NotFound."""
@@ -93,7 +93,7 @@ class Projects:
         with self._database.reading() as session:
             self._find(session, name, "members:write")
             query = select(MembershipRow).where(MembershipRow.project == name).order_by(MembershipRow.id)
-            return tuple(_member(row) for row in session.scalars(query))
+            return tuple(render(Member, row) for row in session.scalars(query))
 
     def add_member(self, name: str, wanted: CreateMember, issuer: str) -> Member:
         """Assign a role, or change an existing assignment. Raises NotFound or Forbidden."""
@@ -109,7 +109,7 @@ class Projects:
             row.role = wanted.role
             session.flush()
             record_change(session, self._scope, self._clock, "member.add", f"member/{row.id}", name)
-            return _member(row)
+            return render(Member, row)
 
     def remove_member(self, name: str, member_id: int) -> None:
         """Remove a role assignment, and revoke the project's keys that its holder has created. Which users a group has
@@ -149,17 +149,23 @@ class Projects:
         return held
 
     def _revoke_keys_of_former(self, session: Session, removed: MembershipRow) -> None:
-        kept = set(session.scalars(select(MembershipRow.value).where(
+        """Revoke the project's keys that former members have created, and the keys created with those."""
+        members = set(session.scalars(select(MembershipRow.value).where(
             MembershipRow.project == removed.project, MembershipRow.issuer == removed.issuer,
             MembershipRow.kind == "subject")))
-        prefix = f"user:{removed.issuer}#"
-
-        def is_former(creator: str) -> bool:
-            subject = creator.removeprefix(prefix)
-            return creator.startswith(prefix) and (
-                subject == removed.value if removed.kind == "subject" else subject not in kept)
-
-        revoke_keys_of(session, self._scope, self._clock, removed.project, is_former)
+        prefix, now = f"user:{removed.issuer}#", self._clock()
+        rows = session.scalars(select(ApiKeyRow).where(
+            ApiKeyRow.project == removed.project, or_(ApiKeyRow.revoked_at.is_(None), ApiKeyRow.revoked_at > now),
+        ).order_by(ApiKeyRow.created_at)).all()
+        revoked: set[str] = set()
+        for row in rows:  # in order of creation, so that a key comes after the one that created it
+            subject = row.created_by.removeprefix(prefix)
+            is_former = row.created_by.startswith(prefix) and (
+                subject == removed.value if removed.kind == "subject" else subject not in members)
+            if is_former or row.created_by in revoked:
+                revoked.add(f"key:{row.id}")
+                row.revoked_at = now
+                record_change(session, self._scope, self._clock, "key.revoke", f"key/{row.id}", removed.project)
 
     def _find(self, session: Session, name: str, action: Action = "jobs:read") -> ProjectRow:
         row, absent = session.get(ProjectRow, name), NotFound(f"no project {name!r}", "list the projects you are in")
@@ -170,16 +176,10 @@ class Projects:
 
 
 def _render(session: Session, row: ProjectRow) -> Project:
-    quotas = Quotas.model_validate({name: getattr(row, name) for name in Quotas.model_fields})
-    return Project(name=row.name, description=row.description, quotas=quotas, live_jobs=live_jobs(session, row.name),
-                   live_endpoints=live_endpoints(session, row.name), live_gpus=live_gpus(session, row.name),
-                   live_replicas=live_replicas(session, row.name), created_at=row.created_at)
-
-
-def _member(row: MembershipRow) -> Member:
-    return Member.model_validate({
-        "id": row.id, "project": row.project, "issuer": row.issuer, "kind": row.kind, "value": row.value,
-        "role": row.role, "created_at": row.created_at})
+    jobs, gpus = live_jobs(session, row.name)
+    endpoints, replicas = live_endpoints(session, row.name)
+    return Project(name=row.name, description=row.description, quotas=render(Quotas, row), live_jobs=jobs,
+                   live_endpoints=endpoints, live_gpus=gpus, live_replicas=replicas, created_at=row.created_at)
 
 
 USED_EVERY_S = 60.0
@@ -210,18 +210,19 @@ class ApiKeys:
         project = None if wanted.everywhere else self._scope.home("keys:write")
         if project is None:
             self._scope.check_installation("keys:write")
-        made = self._mint(wanted, project)
+        new_key = self._mint(wanted, project)
         with self._database.writing() as session:
-            row = _key_row(made.record, project, wanted.role)
+            row = _key_row(new_key.record, project, wanted.role)
             session.add(row)
             record_change(session, self._scope, self._clock, "key.create", f"key/{row.id}", project)
-            return _render_key(row), made.text
+            return render(ApiKey, row), new_key.text
 
     def list(self) -> tuple[ApiKey, ...]:
         """The keys that the scope may read, newest first, revoked ones included."""
-        query = select(ApiKeyRow).where(self._seen()).order_by(ApiKeyRow.created_at.desc(), ApiKeyRow.id)
+        seen = self._scope.sees(ApiKeyRow.project, "keys:write")
+        query = select(ApiKeyRow).where(seen).order_by(ApiKeyRow.created_at.desc(), ApiKeyRow.id)
         with self._database.reading() as session:
-            return tuple(_render_key(row) for row in session.scalars(query))
+            return tuple(render(ApiKey, row) for row in session.scalars(query))
 
     def revoke(self, key_id: str) -> ApiKey:
         """Revoke a key at once, also one that was rotated and whose overlap lasts; no effect on a revoked one. Raises
@@ -231,7 +232,7 @@ class ApiKeys:
             now = self._clock()
             row.revoked_at = now if row.revoked_at is None else min(row.revoked_at, now)
             record_change(session, self._scope, self._clock, "key.revoke", f"key/{key_id}", row.project)
-            return _render_key(row)
+            return render(ApiKey, row)
 
     def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
         """A new key with the same rights; the old one is revoked after `overlap_s`. Raises NotFound, Forbidden, or
@@ -242,14 +243,14 @@ class ApiKeys:
             if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
                 raise Conflict(f"key {key_id} has ended", "create a new one")
             record = _record(row)
-            made = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
+            new_key = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
                                      scopes=record.scopes, expires_at=row.expires_at), row.project)
             row.revoked_at = now + timedelta(seconds=overlap_s)
-            new = _key_row(made.record, row.project, row.role)
+            new = _key_row(new_key.record, row.project, row.role)
             session.add(new)
             record_change(session, self._scope, self._clock, "key.rotate", f"key/{key_id}", row.project)
             record_change(session, self._scope, self._clock, "key.create", f"key/{new.id}", row.project)
-            return _render_key(new), made.text
+            return render(ApiKey, new), new_key.text
 
     def find(self, key_id: str) -> KeyRecord | None:
         """The stored part of a key, for authentication; not filtered by the scope."""
@@ -281,31 +282,6 @@ class ApiKeys:
         self._scope.check("keys:write", row.project, absent)
         return row
 
-    def _seen(self) -> Any:
-        seen = self._scope.sees(ApiKeyRow.project, "keys:write")
-        principal = self._scope.principal
-        if self._scope.project is None and (principal is None or principal.allows("keys:write", ALL_PROJECTS)):
-            return or_(seen, ApiKeyRow.project.is_(None))
-        return seen
-
-
-def revoke_keys_of(session: Session, scope: Scope, clock: Clock, project: str,
-                   is_former: Callable[[str], bool]) -> None:
-    """Revoke the project's keys that former members have created, and the keys created with those.
-
-    is_former   whether the creator of a key (`user:<issuer>#<sub>`, `key:<id>`, `token`, ...) is a former member
-    """
-    now = clock()
-    rows = session.scalars(select(ApiKeyRow).where(
-        ApiKeyRow.project == project, or_(ApiKeyRow.revoked_at.is_(None), ApiKeyRow.revoked_at > now),
-    ).order_by(ApiKeyRow.created_at)).all()
-    found: set[str] = set()
-    for row in rows:  # in order of creation, so that a key comes after the one that created it
-        if row.created_by in found or is_former(row.created_by):
-            found.add(f"key:{row.id}")
-            row.revoked_at = now
-            record_change(session, scope, clock, "key.revoke", f"key/{row.id}", project)
-
 
 def _key_row(record: KeyRecord, project: str | None, role: str) -> ApiKeyRow:
     return ApiKeyRow(
@@ -319,10 +295,3 @@ def _record(row: ApiKeyRow) -> KeyRecord:
         "id": row.id, "name": row.name, "secret_sha256": row.secret_sha256,
         "roles": {row.project or ALL_PROJECTS: row.role}, "scopes": row.scopes, "created_by": row.created_by,
         "created_at": row.created_at, "expires_at": row.expires_at, "revoked_at": row.revoked_at})
-
-
-def _render_key(row: ApiKeyRow) -> ApiKey:
-    return ApiKey.model_validate({
-        "id": row.id, "name": row.name, "project": row.project, "role": row.role, "scopes": row.scopes,
-        "created_by": row.created_by, "created_at": row.created_at, "expires_at": row.expires_at,
-        "revoked_at": row.revoked_at, "last_used_at": row.last_used_at})

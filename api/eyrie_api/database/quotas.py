@@ -20,6 +20,7 @@ from eyrie_api.contract.resolved import Demand
 from eyrie_api.contract.resources import WaitingList, WaitingObject
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database, upsert
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
 from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
 
@@ -29,40 +30,24 @@ class QuotaReached(EyrieError):
 
     http_status = 429
     exit_code = 75  # EX_TEMPFAIL
-    reason = "QuotaReached"
 
 
 class PriorityClassRefused(Forbidden):
     """A job or endpoint names a PriorityClass that its project may not use."""
 
-    reason = "PriorityClassRefused"
+
+def live_jobs(session: Session, project: str) -> tuple[int, int]:
+    """Jobs of a project that have not ended, and the GPUs that they request at one time."""
+    jobs, gpus = session.execute(select(func.count(), func.sum(JobRow.num_gpus)).where(
+        JobRow.project == project, JobRow.ended.is_(False))).one()
+    return jobs, int(gpus or 0)
 
 
-def live_jobs(session: Session, project: str) -> int:
-    """Jobs of a project that have not ended."""
-    query = select(func.count()).select_from(JobRow).where(JobRow.project == project, JobRow.ended.is_(False))
-    return session.execute(query).scalar_one()
-
-
-def live_endpoints(session: Session, project: str) -> int:
-    """Endpoints of a project that are on."""
-    query = select(func.count()).select_from(EndpointRow).where(
-        endpoint_names.in_project(EndpointRow.name, project), EndpointRow.desired == "on")
-    return session.execute(query).scalar_one()
-
-
-def live_gpus(session: Session, project: str) -> int:
-    """GPUs that the jobs of a project that have not ended request at one time."""
-    query = select(func.coalesce(func.sum(JobRow.num_gpus), 0)).where(
-        JobRow.project == project, JobRow.ended.is_(False))
-    return int(session.execute(query).scalar_one())
-
-
-def live_replicas(session: Session, project: str) -> int:
-    """Replicas of the endpoints of a project that are on."""
-    query = select(func.coalesce(func.sum(EndpointRow.num_replicas), 0)).where(
-        endpoint_names.in_project(EndpointRow.name, project), EndpointRow.desired == "on")
-    return int(session.execute(query).scalar_one())
+def live_endpoints(session: Session, project: str) -> tuple[int, int]:
+    """Endpoints of a project that are on, and their replicas."""
+    endpoints, replicas = session.execute(select(func.count(), func.sum(EndpointRow.num_replicas)).where(
+        endpoint_names.in_project(EndpointRow.name, project), EndpointRow.desired == "on")).one()
+    return endpoints, int(replicas or 0)
 
 
 def check_job(session: Session, project: str, spec: JobSpec, demand: Demand) -> None:
@@ -71,11 +56,11 @@ def check_job(session: Session, project: str, spec: JobSpec, demand: Demand) -> 
     requests |= {f"placement.stages.{stage}": request for stage, request in spec.placement.stages.items()}
     check_priority_classes(session, project, requests)
     most = _held(session, project, "max_jobs")
-    if most is not None and live_jobs(session, project) >= most:
+    if most is not None and live_jobs(session, project)[0] >= most:
         raise QuotaReached(f"project {project!r} has {most} jobs that have not ended, and may have no more",
                            "wait until one ends, cancel one, or ask an administrator for more")
     most = _held(session, project, "max_gpus") if demand.num_gpus else None
-    if most is not None and (used := live_gpus(session, project)) + demand.num_gpus > most:
+    if most is not None and (used := live_jobs(session, project)[1]) + demand.num_gpus > most:
         raise QuotaReached(f"placement requests {demand.num_gpus} GPUs at one time; project {project!r} may have "
                            f"{most} in jobs that have not ended, and has {used}",
                            "lower placement.*.num_gpus or the number of candidates, wait until a job ends, or ask an "
@@ -91,12 +76,12 @@ def check_endpoint(session: Session, project: str, name: str, num_replicas: int,
     most_on, most_replicas = _held(session, project, "max_endpoints"), _held(session, project, "max_replicas")
     row = session.get(EndpointRow, name)  # after the project's row is locked
     is_on = row is not None and row.desired == "on"
-    if most_on is not None and not is_on and live_endpoints(session, project) >= most_on:
+    if most_on is not None and not is_on and live_endpoints(session, project)[0] >= most_on:
         raise QuotaReached(f"project {project!r} has {most_on} endpoints that are on, and may have no more",
                            "switch one off, promote to one of them, or ask an administrator for more")
     own = row.num_replicas if row is not None and is_on else 0
     if most_replicas is not None and num_replicas > own \
-            and (others := live_replicas(session, project) - own) + num_replicas > most_replicas:
+            and (others := live_endpoints(session, project)[1] - own) + num_replicas > most_replicas:
         raise QuotaReached(f"serve.replicas of endpoint {name!r} is {num_replicas}; project {project!r} may have "
                            f"{most_replicas} replicas of endpoints that are on, and its others have {others}",
                            "lower serve.replicas, switch an endpoint off, or ask an administrator of the installation: "
@@ -149,19 +134,20 @@ class WaitingObjects:
                  .order_by(WaitingRow.since, WaitingRow.namespace, WaitingRow.name).limit(limit))
         with self._database.reading() as session:
             rows = session.execute(query).all()
-            return WaitingList(items=tuple(_render(row) for row, _total in rows), total=rows[0][1] if rows else 0)
+            return WaitingList(items=tuple(render(WaitingObject, row) for row, _total in rows),
+                               total=rows[0][1] if rows else 0)
 
     # For the operator.
 
     def all(self) -> tuple[WaitingObject, ...]:
         with self._database.reading() as session:
-            return tuple(_render(row) for row in session.scalars(select(WaitingRow)))
+            return tuple(render(WaitingObject, row) for row in session.scalars(select(WaitingRow)))
 
     def find(self, namespace: str, name: str) -> WaitingObject | None:
         """The row of an object; None when it does not wait."""
         with self._database.reading() as session:
             row = session.get(WaitingRow, (namespace, name))
-            return None if row is None else _render(row)
+            return None if row is None else render(WaitingObject, row)
 
     def record(self, waiting: WaitingObject) -> None:
         values = waiting.model_dump(include=set(WaitingObject.model_fields) - {"namespace", "name"})
@@ -175,8 +161,3 @@ class WaitingObjects:
             session.execute(delete(WaitingRow).where(
                 WaitingRow.namespace == waiting.namespace, WaitingRow.name == waiting.name,
                 WaitingRow.uid == waiting.uid))
-
-
-def _render(row: WaitingRow) -> WaitingObject:
-    return WaitingObject(namespace=row.namespace, name=row.name, uid=row.uid, project=row.project, reason=row.reason,
-                         message=row.message, hint=row.hint, since=row.since)

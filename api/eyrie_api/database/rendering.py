@@ -5,14 +5,22 @@ import json
 import secrets
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import TypeVar
 
-from eyrie_api.contract.endpoints import HistoryEntry
+from pydantic import AwareDatetime, BaseModel, TypeAdapter
+
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.stages import STAGES
-from eyrie_api.contract.status import Condition, Endpoint, Event, Job, JobStatus, Revision
-from eyrie_api.database.tables import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
+from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, Revision, StageStatus
+from eyrie_api.database.tables import Base, EndpointRow, JobRow, RevisionRow, StageRow
 from eyrie_api.errors import InvalidInput
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+PositionT = TypeVar("PositionT")
+
+TIME_CURSOR: TypeAdapter[tuple[datetime, str]] = TypeAdapter(tuple[AwareDatetime, str])
+SIZE_CURSOR: TypeAdapter[tuple[int, str]] = TypeAdapter(tuple[int, str])
+"""Positions in lists of jobs by time and by size: that of the job, and its id."""
 
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""
@@ -28,32 +36,27 @@ def new_job_id() -> str:
 
 def is_over(conditions: Iterable[Condition]) -> bool:
     """Whether one of the conditions ends the job."""
-    return any(one.type in ENDS and one.status == "True" for one in conditions)
+    return any(condition.type in ENDS and condition.status == "True" for condition in conditions)
+
+
+def render(model: type[ModelT], row: Base) -> ModelT:
+    """The model whose fields are columns of the row."""
+    return model.model_validate(row, from_attributes=True)
 
 
 def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
     """A job as the API shows it; its stages come from their own rows."""
     order: dict[str, int] = {stage: place for place, stage in enumerate(STAGES)}
-    rendered = [{
-        "stage": stage.stage, "key": stage.key, "state": stage.state, "attempt": stage.attempt,
-        "started_at": stage.started_at, "finished_at": stage.finished_at, "progress": stage.progress,
-        "reason": stage.reason, "message": stage.message, "hint": stage.hint,
-    } for stage in sorted(stages, key=lambda stage: (order[stage.stage], stage.key))]
+    rendered = [render(StageStatus, stage) for stage in sorted(stages, key=lambda row: (order[row.stage], row.key))]
     status = JobStatus.model_validate({**row.status, "attempt": row.attempt, "observed_generation": row.generation,
                                        "phase": row.phase, "stages": rendered})
     return Job(id=row.id, generation=row.generation, created_at=row.created_at, updated_at=row.updated_at,
                spec=JobSpec.model_validate(row.spec), status=status)
 
 
-def render_event(row: EventRow) -> Event:
-    return Event.model_validate({
-        "id": row.id, "job_id": row.job_id, "time": row.time, "type": row.type, "reason": row.reason,
-        "message": row.message, "stage": row.stage, "key": row.key, "data": row.data})
-
-
 def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpoint:
     """One endpoint with its history, oldest first."""
-    history = tuple(render_revision(one) for one in sorted(revisions, key=lambda one: one.number))
+    history = tuple(render_revision(revision) for revision in sorted(revisions, key=lambda revision: revision.number))
     return Endpoint.model_validate({
         "name": row.name, "target": row.target["model"], "url": row.url, "model": row.model, "desired": row.desired,
         "active_revision": row.active_revision, "candidate_revision": row.candidate_revision, "revisions": history,
@@ -69,54 +72,16 @@ def render_revision(row: RevisionRow) -> Revision:
         "rejected_reason": row.rejected_reason, "url": row.url})
 
 
-def render_history(row: HistoryRow) -> HistoryEntry:
-    return HistoryEntry.model_validate({
-        "id": row.id, "endpoint": row.endpoint, "time": row.time, "kind": row.kind, "revision": row.revision,
-        "job_id": row.job_id, "reason": row.reason, "message": row.message, "actor": row.actor,
-        "figures": row.figures, "data": row.data})
-
-
-def encode_cursor(created_at: datetime, job_id: str) -> str:
+def encode_cursor(position: datetime | int, job_id: str) -> str:
     """A page cursor: the position of the last job of a page, opaque to clients."""
-    return _packed([created_at.isoformat(), job_id])
+    text = json.dumps([position.isoformat() if isinstance(position, datetime) else position, job_id])
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def decode_cursor(cursor: str) -> tuple[datetime, str]:
+def decode_cursor(cursor: str, kind: TypeAdapter[tuple[PositionT, str]]) -> tuple[PositionT, str]:
     """The inverse of `encode_cursor`. Raises InvalidInput."""
     try:
-        created_at, job_id = _unpacked(cursor)
-        when = datetime.fromisoformat(created_at)
-        if when.tzinfo is None or not isinstance(job_id, str):
-            raise ValueError
-    except (ValueError, TypeError):
-        raise _not_ours(cursor) from None
-    return when, job_id
-
-
-def encode_size_cursor(size_bytes: int, job_id: str) -> str:
-    """`encode_cursor`, of a list by size."""
-    return _packed([size_bytes, job_id])
-
-
-def decode_size_cursor(cursor: str) -> tuple[int, str]:
-    """The inverse of `encode_size_cursor`. Raises InvalidInput."""
-    try:
-        size_bytes, job_id = _unpacked(cursor)
-        if type(size_bytes) is not int or not isinstance(job_id, str):
-            raise ValueError
-    except (ValueError, TypeError):
-        raise _not_ours(cursor) from None
-    return size_bytes, job_id
-
-
-def _packed(position: list[Any]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
-
-
-def _unpacked(cursor: str) -> Any:
-    return json.loads(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)))
-
-
-def _not_ours(cursor: str) -> InvalidInput:
-    return InvalidInput(f"cursor {cursor!r} was not made by this server",
-                        "pass next_cursor of the page before, or leave it out")
+        return kind.validate_json(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)), strict=True)
+    except ValueError:
+        raise InvalidInput(f"cursor {cursor!r} was not made by this server",
+                           "pass next_cursor of the page before, or leave it out") from None

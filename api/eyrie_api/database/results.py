@@ -68,14 +68,14 @@ class Results:
 
     def leaderboard(self, wanted: ResultFilter | None = None, limit: int = 100) -> tuple[LeaderboardEntry, ...]:
         """Entries best first; ranks count the filtered results only."""
-        return self._with_axes(rank(one.measured for one in self.list(wanted))[:limit])
+        return self._with_axes(rank(result.measured for result in self.list(wanted))[:limit])
 
     def board(self, wanted: ResultFilter, selection: Selection, limit: int = 100) -> Leaderboard:
         """The leaderboard by the selected measurements alone, and what can be selected."""
-        found = [one.measured for one in self.list(replace(wanted, family=None))]
-        of_family = [one for one in found if wanted.family in (None, one.family)]
+        measured = [result.measured for result in self.list(replace(wanted, family=None))]
+        of_family = [result for result in measured if wanted.family in (None, result.family)]
         items = rank(select(of_family, selection))[:limit]
-        return Leaderboard(items=self._with_axes(items), choices=choices_of(found))
+        return Leaderboard(items=self._with_axes(items), choices=choices_of(measured))
 
     def list(self, wanted: ResultFilter | None = None) -> tuple[ResultRecord, ...]:
         """Results, in no particular order."""
@@ -86,35 +86,33 @@ class Results:
             (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),
         ):
             query = query if value is None else query.where(column == value)
-        for flag, asked in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
-            query = query if asked is None else query.where(flag.is_(asked))
+        for flag, state in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
+            query = query if state is None else query.where(flag.is_(state))
         with self._database.reading() as session:
-            return tuple(_result(row) for row in session.scalars(query))
+            return tuple(ResultRecord(MeasuredCheckpoint(
+                row.job_id, row.family, row.target, row.tuned, BenchmarkReport.model_validate(row.report)),
+                row.drafter_dir) for row in session.scalars(query))
 
     def find(self, job_id: str, checkpoint: str | None = None) -> ResultRecord:
         """The result of a checkpoint, or of the best drafter of the job when none is named; tuned results take
         precedence. Raises NotFound."""
-        found = [one for one in self.list(ResultFilter(job_id=job_id)) if one.measured.report.checkpoint == checkpoint
-                 or (checkpoint is None and one.measured.family not in WITHOUT_DRAFTER)]
-        if not found:
+        results = [result for result in self.list(ResultFilter(job_id=job_id))
+                   if result.measured.report.checkpoint == checkpoint
+                   or (checkpoint is None and result.measured.family not in WITHOUT_DRAFTER)]
+        if not results:
             what = "checkpoint" if checkpoint is None else f"checkpoint {checkpoint!r}"
             raise NotFound(f"no measured {what} of job {job_id!r}", "see the job's leaderboard for what was measured")
-        tuned = [one for one in found if one.measured.tuned]
+        tuned = [result for result in results if result.measured.tuned]
         # The job's own before a rival that was tuned to be beaten.
-        own = [one for one in tuned if not one.measured.report.rival] or tuned or found
-        best = select_best([one.measured.report for one in own])
-        return next(one for one in own if one.measured.report == best)
+        own = [result for result in tuned if not result.measured.report.rival] or tuned or results
+        best = select_best([result.measured.report for result in own])
+        return next(result for result in own if result.measured.report == best)
 
     def _with_axes(self, entries: Sequence[LeaderboardEntry]) -> tuple[LeaderboardEntry, ...]:
         """With what the sweeps of their jobs say. Race: a job that was deleted since its results were read has none."""
         query = query_of(JobRow.id, JobRow.submission).where(JobRow.id.in_({entry.job_id for entry in entries}))
         with self._database.reading() as session:
-            axes = {(job_id, candidate["name"]): candidate["axes"] for job_id, kept in session.execute(query)
-                    if kept is not None for candidate in kept["resolved"]["candidates"]}
+            axes = {(job_id, candidate["name"]): candidate["axes"] for job_id, submission in session.execute(query)
+                    if submission is not None for candidate in submission["resolved"]["candidates"]}
         return tuple(entry.model_copy(update={"axes": axes.get((entry.job_id, entry.candidate), {})})
                      for entry in entries)
-
-
-def _result(row: ResultRow) -> ResultRecord:
-    report = BenchmarkReport.model_validate(row.report)
-    return ResultRecord(MeasuredCheckpoint(row.job_id, row.family, row.target, row.tuned, report), row.drafter_dir)

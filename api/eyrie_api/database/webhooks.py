@@ -31,6 +31,7 @@ from eyrie_api.contract.access import CreateWebhook, Delivery, Webhook, WebhookE
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.outbox import enqueue
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import DeliveryRow, WebhookRow
 from eyrie_api.errors import InvalidInput, NotFound
 
@@ -108,7 +109,7 @@ class Webhooks:
         with self._database.writing() as session:
             session.add(row)
             record_change(session, self._scope, self._clock, "webhook.create", f"webhook/{row.id}", project)
-            return _render(row), secret
+            return render(Webhook, row), secret
 
     def rotate(self, webhook_id: str) -> tuple[Webhook, str]:
         """Give it a new secret, which signs all further attempts. The former one need not be readable. Raises NotFound,
@@ -118,13 +119,14 @@ class Webhooks:
             row = self._find(session, webhook_id)
             row.secret_encrypted = self._keys.encrypt(secret)
             record_change(session, self._scope, self._clock, "webhook.rotate", f"webhook/{webhook_id}", row.project)
-            return _render(row), secret
+            return render(Webhook, row), secret
 
     def list(self) -> tuple[Webhook, ...]:
         """Webhooks that the scope may see, oldest first."""
         query = select(WebhookRow).where(self._scope.sees(WebhookRow.project, "webhooks:write"))
         with self._database.reading() as session:
-            return tuple(_render(row) for row in session.scalars(query.order_by(WebhookRow.created_at, WebhookRow.id)))
+            rows = session.scalars(query.order_by(WebhookRow.created_at, WebhookRow.id))
+            return tuple(render(Webhook, row) for row in rows)
 
     def delete(self, webhook_id: str) -> None:
         """Delete it with its deliveries. Raises NotFound or Forbidden."""
@@ -139,7 +141,7 @@ class Webhooks:
         with self._database.reading() as session:
             self._find(session, webhook_id)
             rows = session.scalars(query.order_by(DeliveryRow.created_at.desc(), DeliveryRow.id).limit(_SHOWN))
-            return tuple(_render_delivery(row) for row in rows)
+            return tuple(render(Delivery, row) for row in rows)
 
     def ping(self, webhook_id: str) -> Delivery:
         """Send it a test event. Raises NotFound or Forbidden; SecretKeyMissing or SecretUnreadable for a secret that
@@ -150,7 +152,7 @@ class Webhooks:
             row = _add(session, self._clock, hook, "ping", {})
             record_change(session, self._scope, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
             session.flush()
-            return _render_delivery(row)
+            return render(Delivery, row)
 
     # Deliveries, run by chores.
 
@@ -261,15 +263,3 @@ def _secret_of(row: WebhookRow, keys: SecretKeys) -> str:
 def _new_secret() -> str:
     """32 random bytes in base64, of the alphabet with + and /, as the specification says."""
     return "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
-
-
-def _render(row: WebhookRow) -> Webhook:
-    return Webhook.model_validate({
-        "id": row.id, "project": row.project, "url": row.url, "events": row.events, "failures": row.failures,
-        "disabled_reason": row.disabled_reason, "created_by": row.created_by, "created_at": row.created_at})
-
-
-def _render_delivery(row: DeliveryRow) -> Delivery:
-    return Delivery.model_validate({
-        "id": row.id, "event": row.event, "state": row.state, "attempts": row.attempts, "next_at": row.next_at,
-        "status": row.status, "error": row.error, "created_at": row.created_at, "ended_at": row.ended_at})

@@ -23,7 +23,7 @@ from typing import Literal
 
 from eyrie_api.contract.alerts import AlertItem, AlertKind, AlertList
 from eyrie_api.contract.endpoints import EndpointTraffic, LiveDrift
-from eyrie_api.contract.resources import WaitingList, WaitingObject
+from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Condition, Endpoint, Job
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError
@@ -39,7 +39,7 @@ NOTHING_WAITS = WaitingList(items=(), total=0)
 
 
 @dataclass(frozen=True)
-class UsedUp:
+class ExhaustedQuota:
     """A quota of jobs that leaves no room for another one."""
 
     project: str
@@ -47,25 +47,26 @@ class UsedUp:
     used: int
     most: int
 
-    @property
-    def option(self) -> str:
-        """Of `eyrie projects quotas`."""
-        return f"--{self.what.lower()}"
-
 
 def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
-              used_up: Iterable[UsedUp] = (), waiting: WaitingList = NOTHING_WAITS,
+              used_up: Iterable[ExhaustedQuota] = (), waiting: WaitingList = NOTHING_WAITS,
               full_disk: EyrieError | None = None) -> AlertList:
     """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has
     the first ones and the number of all."""
-    found = [] if full_disk is None else [AlertItem(
+    items = [] if full_disk is None else [AlertItem(
         kind="disk-full", title="The disk is full", message=full_disk.message, hint=full_disk.hint, link="/")]
-    drift = {one.endpoint: one.drift for one in traffic}
+    drift = {current.endpoint: current.drift for current in traffic}
     for endpoint in endpoints:
-        found += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
+        items += _of_endpoint(endpoint, drift.get(endpoint.name), jobs)
     for job in jobs:
-        found += _of_job(job, jobs, endpoints)
-    return AlertList(items=(*found, *_queued(jobs), *map(_quota, used_up), *_waiting(waiting)))
+        items += _of_job(job, jobs, endpoints)
+    quotas = (AlertItem(
+        kind="quota-used-up", project=quota.project, link="/console/admin",
+        title=f"Project {quota.project} has used up its quota: {quota.used} of {quota.most} {quota.what}",
+        message="further jobs are refused, and DrafterJobs of its namespaces wait",
+        hint="wait until a job ends, cancel one, or ask an administrator: "
+             f"eyrie projects quotas {quota.project} --{quota.what.lower()} N") for quota in used_up)
+    return AlertList(items=(*items, *_queued(jobs), *quotas, *_waiting(waiting)))
 
 
 def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job]) -> Iterable[AlertItem]:
@@ -103,13 +104,19 @@ def drift_hint(drift: LiveDrift) -> str:
 def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Iterable[AlertItem]:
     name, link, decision = job.spec.name or job.id, f"/console/jobs/{job.id}", job.status.decision
     if job.status.phase == "Failed":
-        yield _failed(job, name, link)
+        stage = next((status for status in job.status.stages if status.state == "Failed"), None)
+        condition = _condition(job.status.conditions, "Failed")
+        message, hint = _apart(condition.message if condition else "") if stage is None else (
+            stage.message or "", stage.hint or "")
+        yield AlertItem(
+            kind="job-failed", job_id=job.id, title=f"Job {name} failed{f' in {stage.stage}' if stage else ''}",
+            message=message, hint=hint, since=job.status.finished_at, link=link)
     waiting = next((stage for stage in job.status.stages if stage.reason in _PODS), None)
     if job.status.phase == "Running" and waiting is not None:
         kind, what = _PODS[waiting.reason or ""]
         yield AlertItem(kind=kind, job_id=job.id, link=link, message=waiting.message or "",
                             title=f"Job {name} {what} in {waiting.stage}", hint=waiting.hint or "")
-    if decision is None or any(one.job_id == job.id for endpoint in endpoints for one in endpoint.revisions):
+    if decision is None or any(revision.job_id == job.id for endpoint in endpoints for revision in endpoint.revisions):
         return
     served = job.spec.serve.endpoint
     promote = f"eyrie endpoints promote {served} --job {job.id}"
@@ -126,18 +133,6 @@ def _of_job(job: Job, jobs: Sequence[Job], endpoints: Iterable[Endpoint]) -> Ite
             hint=f"run it again with changes, or serve it in spite of that ({promote})")
 
 
-def _failed(job: Job, name: str, link: str) -> AlertItem:
-    stage = next((one for one in job.status.stages if one.state == "Failed"), None)
-    if stage is None:
-        condition = _condition(job.status.conditions, "Failed")
-        message, hint = _apart(condition.message if condition else "")
-    else:
-        message, hint = stage.message or "", stage.hint or ""
-    return AlertItem(
-        kind="job-failed", job_id=job.id, title=f"Job {name} failed{f' in {stage.stage}' if stage else ''}",
-        message=message, hint=hint, since=job.status.finished_at, link=link)
-
-
 def _queued(jobs: Iterable[Job]) -> list[AlertItem]:
     """One item for all: a queue is worked off by itself."""
     waiting = [(job, accepted) for job in jobs if job.status.phase == "Pending" and (
@@ -152,29 +147,17 @@ def _queued(jobs: Iterable[Job]) -> list[AlertItem]:
         hint="wait, or cancel one", since=accepted.last_transition_time, link=f"/console/jobs/{first.id}")]
 
 
-def _quota(one: UsedUp) -> AlertItem:
-    return AlertItem(
-        kind="quota-used-up", project=one.project, link="/console/admin",
-        title=f"Project {one.project} has used up its quota: {one.used} of {one.most} {one.what}",
-        message="further jobs are refused, and DrafterJobs of its namespaces wait",
-        hint="wait until a job ends, cancel one, or ask an administrator: "
-             f"eyrie projects quotas {one.project} {one.option} N")
-
-
 def _waiting(waiting: WaitingList) -> Iterable[AlertItem]:
-    yield from map(_waiting_object, waiting.items)
+    for item in waiting.items:
+        yield AlertItem(
+            kind="waiting-for-quota", project=item.project, drafter_job=f"{item.namespace}/{item.name}",
+            title=f"DrafterJob {item.namespace}/{item.name} waits: {item.reason}",
+            message=f"in project {item.project}: {item.message}", hint=item.hint, since=item.since, link=_WAITING)
     more = waiting.total - len(waiting.items)
     if more > 0:
         yield AlertItem(
             kind="waiting-for-quota", title=f"{more} more DrafterJob{'s wait' if more > 1 else ' waits'}",
             message="those above have waited longest", hint=f"all of them: GET {_WAITING}", link=_WAITING)
-
-
-def _waiting_object(one: WaitingObject) -> AlertItem:
-    return AlertItem(
-        kind="waiting-for-quota", project=one.project, drafter_job=f"{one.namespace}/{one.name}",
-        title=f"DrafterJob {one.namespace}/{one.name} waits: {one.reason}",
-        message=f"in project {one.project}: {one.message}", hint=one.hint, since=one.since, link=_WAITING)
 
 
 def _apart(text: str) -> tuple[str, str]:
@@ -190,4 +173,4 @@ def _has_newer(jobs: Iterable[Job], endpoint: str, since: datetime) -> bool:
 
 
 def _condition(conditions: Iterable[Condition], kind: str) -> Condition | None:
-    return next((one for one in conditions if one.type == kind), None)
+    return next((condition for condition in conditions if condition.type == kind), None)

@@ -22,15 +22,13 @@ def traffic_of(endpoints: Iterable[Endpoint], latest: Iterable[HistoryEntry]) ->
     by_endpoint: dict[str, _Latest] = {}
     for entry in latest:
         by_endpoint.setdefault(entry.endpoint, {})[entry.kind] = entry
-    return tuple(_traffic(one, by_endpoint.get(one.name, {})) for one in endpoints)
-
-
-def _traffic(endpoint: Endpoint, latest: _Latest) -> EndpointTraffic:
-    found = EndpointTraffic(endpoint=endpoint.name, revision=endpoint.active_revision)
-    if endpoint.desired == "off":
-        return found
-    return found.model_copy(update={"window": _window(endpoint, latest), "canary": _canary(endpoint, latest),
-                                    "drift": _drift(endpoint, latest)})
+    traffic = []
+    for endpoint in endpoints:
+        entries = by_endpoint.get(endpoint.name, {}) if endpoint.desired == "on" else {}
+        traffic.append(EndpointTraffic(
+            endpoint=endpoint.name, revision=endpoint.active_revision, window=_window(endpoint, entries),
+            canary=_canary(endpoint, entries), drift=_drift(endpoint, entries)))
+    return tuple(traffic)
 
 
 def _of_active(endpoint: Endpoint, latest: _Latest, kind: HistoryKind) -> HistoryEntry | None:
@@ -54,7 +52,7 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:
     entry = latest.get("canary")
-    candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
+    candidate = next((rev for rev in endpoint.revisions if rev.number == endpoint.candidate_revision), None)
     if entry is None or candidate is None or candidate.state != "canary" or entry.revision != candidate.number:
         return None
     return LiveCanary(revision=candidate.number, share=entry.figures["share"], since=entry.time)

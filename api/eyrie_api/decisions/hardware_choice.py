@@ -34,18 +34,19 @@ def compare_hardware(profiles: Sequence[HardwareProfile], load: LoadReport,
     min_tokens_per_s_per_user   slower variants are not recommended at that load
     """
     baseline = profiles[0]
-    ratios = {(one.variant, one.level): (one.throughput_ratio, one.throughput_interval) for one in load.comparisons}
+    ratios = {(ratio.variant, ratio.level): (ratio.throughput_ratio, ratio.throughput_interval)
+              for ratio in load.comparisons}
     rows = []
     for level in load.levels:
         if level.mode != "closed":
             continue
-        profile = next(one for one in profiles for variant in VARIANTS
-                       if variant_name(one.name, variant) == level.variant)
+        profile = next(candidate for candidate in profiles for variant in VARIANTS
+                       if variant_name(candidate.name, variant) == level.variant)
         is_baseline = level.variant == variant_name(baseline.name, "off")
-        found = (1.0, Interval(low=1.0, high=1.0)) if is_baseline else ratios.get((level.variant, level.level))
-        if found is None or level.total.tokens_per_s <= 0:
+        relative = (1.0, Interval(low=1.0, high=1.0)) if is_baseline else ratios.get((level.variant, level.level))
+        if relative is None or level.total.tokens_per_s <= 0:
             continue  # it completed no prompt of the baseline's: the load report counts its failures
-        ratio, interval = found
+        ratio, interval = relative
         dearer = profile.price_per_hour / baseline.price_per_hour
         ttft = level.total.ttft_s
         rows.append(HardwareRow(
@@ -65,19 +66,19 @@ def compare_hardware(profiles: Sequence[HardwareProfile], load: LoadReport,
 
 def hardware_of(spec: HardwareSpec, measured: Sequence[HardwareMeasurement]) -> HardwareReport | None:
     """The report of a job's measurements, in the order of its profiles; None before the first profile's."""
-    found = {one.profile.name: (one.profile, one.load) for one in measured if one.load is not None}
-    ordered = [found[one.name] for one in spec.profiles if one.name in found]
-    if spec.profiles[0].name not in found:
+    by_name = {each.profile.name: (each.profile, each.load) for each in measured if each.load is not None}
+    ordered = [by_name[profile.name] for profile in spec.profiles if profile.name in by_name]
+    if spec.profiles[0].name not in by_name:
         return None
     profiles, loads = [profile for profile, _ in ordered], [load for _, load in ordered]
     first = loads[0]
     together = LoadReport(
         model=first.model, spec=first.spec,
-        variants={name: what for one in loads for name, what in one.variants.items()},
-        levels=tuple(level for one in loads for level in one.levels),
-        comparisons=tuple(compared for one in loads for compared in one.comparisons),
-        notes=tuple(dict.fromkeys(note for one in loads for note in one.notes)), environment=first.environment,
-        seconds=sum(one.seconds for one in loads))
+        variants={name: what for load in loads for name, what in load.variants.items()},
+        levels=tuple(level for load in loads for level in load.levels),
+        comparisons=tuple(compared for load in loads for compared in load.comparisons),
+        notes=tuple(dict.fromkeys(note for load in loads for note in load.notes)), environment=first.environment,
+        seconds=sum(load.seconds for load in loads))
     return compare_hardware(profiles, together, spec.min_tokens_per_s_per_user)
 
 

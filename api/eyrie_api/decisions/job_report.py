@@ -53,18 +53,18 @@ def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[L
 def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], sizes: Mapping[str, int],
                        now: datetime) -> tuple[StageComparison, ...]:
     """A row for every stage of the plan or the job, in order. `sizes`: bytes of the files of a stage."""
-    planned, found = _by_stage(plan), []
+    planned, compared = _by_stage(plan), []
     for stage in STAGES:
-        boxes = [one for one in stages if one.stage == stage]
+        boxes = [box for box in stages if box.stage == stage]
         if stage not in planned and not boxes:
             continue
-        spans = [(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None]
-        is_over = bool(boxes) and all(one.state in ("Succeeded", "Skipped") for one in boxes)
-        found.append(StageComparison(
+        spans = [(box.started_at, box.finished_at or now) for box in boxes if box.started_at is not None]
+        is_over = bool(boxes) and all(box.state in ("Succeeded", "Skipped") for box in boxes)
+        compared.append(StageComparison(
             stage=stage, planned=planned.get(stage), seconds=_covered_s(spans) if spans else None,
-            is_running=any(one.state == "Running" for one in boxes),
+            is_running=any(box.state == "Running" for box in boxes),
             size_bytes=sizes.get(stage) if is_over else None))
-    return tuple(found)
+    return tuple(compared)
 
 
 def time_left(planned: Plan | None, stages: Sequence[StageStatus], now: datetime) -> TimeLeft | None:
@@ -73,20 +73,21 @@ def time_left(planned: Plan | None, stages: Sequence[StageStatus], now: datetime
     `LEAST_LEFT_S`."""
     if planned is None:
         return None
-    left = [_left_of(part, [one for one in stages if one.stage == name], now)
+    left = [_left_of(part, [status for status in stages if status.stage == name], now)
             for name, part in _by_stage(planned).items()]
-    lows, highs = [one.low for one in left if one.low is not None], [one.high for one in left if one.high is not None]
+    lows, highs = [part.low for part in left if part.low is not None], [
+        part.high for part in left if part.high is not None]
     ranged = len(lows) == len(left)
-    found = TimeLeft(seconds=sum(one.seconds for one in left), low=sum(lows) if ranged else None,
+    total = TimeLeft(seconds=sum(part.seconds for part in left), low=sum(lows) if ranged else None,
                      high=sum(highs) if ranged else None)
-    return found if found.seconds >= LEAST_LEFT_S else None
+    return total if total.seconds >= LEAST_LEFT_S else None
 
 
 def _left_of(part: StagePlan, boxes: Sequence[StageStatus], now: datetime) -> TimeLeft:
-    if boxes and all(one.state in ("Succeeded", "Skipped") for one in boxes):
+    if boxes and all(box.state in ("Succeeded", "Skipped") for box in boxes):
         return TimeLeft(seconds=0.0, low=0.0, high=0.0)
-    taken = _covered_s([(one.started_at, one.finished_at or now) for one in boxes if one.started_at is not None])
-    expected = max((one.progress.eta_s or 0.0 for one in boxes if one.state == "Running" and one.progress is not None),
+    taken = _covered_s([(box.started_at, box.finished_at or now) for box in boxes if box.started_at is not None])
+    expected = max((box.progress.eta_s or 0.0 for box in boxes if box.state == "Running" and box.progress is not None),
                    default=0.0)
 
     def rest(hours: float) -> float:
@@ -99,19 +100,18 @@ def _left_of(part: StagePlan, boxes: Sequence[StageStatus], now: datetime) -> Ti
 
 def _by_stage(plan: Plan | PlannedStages) -> dict[str, StagePlan]:
     """The rows of a stage, one for each hardware profile, together, as their time is."""
-    found: dict[str, StagePlan] = {}
-    for one in plan.stages:
-        found[one.stage] = _added(found[one.stage], one) if one.stage in found else one
-    return found
-
-
-def _added(first: StagePlan, second: StagePlan) -> StagePlan:
-    """Both one after the other; the range where both have one."""
-    ranges = (first.hours_range, second.hours_range)
-    return first.model_copy(update={
-        "hours": first.hours + second.hours, "bytes_on_disk": first.bytes_on_disk + second.bytes_on_disk,
-        "hours_range": None if ranges[0] is None or ranges[1] is None else Interval(
-            low=ranges[0].low + ranges[1].low, high=ranges[0].high + ranges[1].high)})
+    merged: dict[str, StagePlan] = {}
+    for part in plan.stages:
+        first = merged.get(part.stage)
+        if first is None:
+            merged[part.stage] = part
+            continue
+        mine, its = first.hours_range, part.hours_range
+        merged[part.stage] = first.model_copy(update={
+            "hours": first.hours + part.hours, "bytes_on_disk": first.bytes_on_disk + part.bytes_on_disk,
+            "hours_range": None if mine is None or its is None else Interval(
+                low=mine.low + its.low, high=mine.high + its.high)})
+    return merged
 
 
 def _covered_s(spans: Iterable[tuple[datetime, datetime]]) -> float:

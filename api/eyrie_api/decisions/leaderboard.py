@@ -55,10 +55,10 @@ def mean_speedup(report: BenchmarkReport) -> float:
 
 def speedup_by_concurrency(report: BenchmarkReport) -> dict[int, float]:
     """Requests decoded at once -> mean speed-up over temperatures, lowest first; 1 is `mean_speedup`."""
-    found: dict[int, list[float]] = {}
-    for one in report.concurrent:
-        found.setdefault(one.concurrency, []).append(one.speedup)
-    return {1: mean_speedup(report)} | {concurrency: fmean(found[concurrency]) for concurrency in sorted(found)}
+    by_concurrency: dict[int, list[float]] = {}
+    for cell in report.concurrent:
+        by_concurrency.setdefault(cell.concurrency, []).append(cell.speedup)
+    return {1: mean_speedup(report)} | {number: fmean(speedups) for number, speedups in sorted(by_concurrency.items())}
 
 
 def _preference(report: BenchmarkReport) -> tuple[bool, float, float]:
@@ -82,12 +82,12 @@ def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
 def select_for_proof(reports: Sequence[BenchmarkReport], *, rivals: bool) -> BenchmarkReport:
     """The report of the checkpoint to tune and prove: the best of the job's own, or with `rivals` the best drafter of
     all. N-gram look-up is not selected: tuning compares it whichever drafter is."""
-    return select_best([one for one in reports if not one.rival or (rivals and _is_drafter(one))])
+    return select_best([report for report in reports if not report.rival or (rivals and _is_drafter(report))])
 
 
 def best_rival(reports: Sequence[BenchmarkReport], besides: str) -> BenchmarkReport | None:
     """The best rival with a drafter of its own, other than the selected checkpoint; None without one."""
-    rivals = [one for one in reports if one.rival and one.checkpoint != besides and _is_drafter(one)]
+    rivals = [report for report in reports if report.rival and report.checkpoint != besides and _is_drafter(report)]
     return select_best(rivals) if rivals else None
 
 
@@ -102,10 +102,10 @@ def no_drafter(checkpoint: str, measured: BenchmarkReport) -> BenchmarkReport:
         "tokens_per_s": cell.baseline_tokens_per_s, "speedup": 1.0, "speedup_interval": Interval(low=1.0, high=1.0),
         "ttft_s": cell.baseline_ttft_s, "identical": cell.prompts, "near_ties": 0, "divergences": ()})
         for cell in measured.cells)
-    concurrent = tuple(one.model_copy(update={
-        "tau": 1.0, "tokens_per_s": one.baseline_tokens_per_s, "speedup": 1.0,
-        "speedup_interval": Interval(low=1.0, high=1.0), "identical": one.requests, "near_ties": 0, "divergences": ()})
-        for one in measured.concurrent)
+    concurrent = tuple(load.model_copy(update={
+        "tau": 1.0, "tokens_per_s": load.baseline_tokens_per_s, "speedup": 1.0,
+        "speedup_interval": Interval(low=1.0, high=1.0), "identical": load.requests, "near_ties": 0, "divergences": ()})
+        for load in measured.concurrent)
     return measured.model_copy(update={
         "checkpoint": checkpoint, "candidate": checkpoint, "path": "", "cells": cells, "concurrent": concurrent,
         "family": "off", "rival": True, "lossless": True, "speedup": 1.0})
@@ -126,57 +126,54 @@ def select(measured: Iterable[MeasuredCheckpoint], wanted: Selection) -> tuple[M
     A report stays `lossless` or not as a whole: a drafter that changes one suite's output is not lossless in another.
     With several requests at once the suites are mixed, so a selection by suite leaves those measurements out.
     """
-    found = []
-    for one in measured:
-        cells = tuple(cell for cell in one.report.cells if wanted.suite in (None, cell.suite)
+    selected = []
+    for checkpoint in measured:
+        cells = tuple(cell for cell in checkpoint.report.cells if wanted.suite in (None, cell.suite)
                       and wanted.temperature in (None, cell.temperature))
-        concurrent = tuple(cell for cell in one.report.concurrent if wanted.suite is None
+        concurrent = tuple(cell for cell in checkpoint.report.concurrent if wanted.suite is None
                            and wanted.temperature in (None, cell.temperature))
-        if cells and wanted.engine in (None, _engine(one)):
-            report = one.report.model_copy(update={"cells": cells, "concurrent": concurrent})
-            found.append(replace(one, report=report))
-    return tuple(found)
+        if cells and wanted.engine in (None, _engine(checkpoint)):
+            report = checkpoint.report.model_copy(update={"cells": cells, "concurrent": concurrent})
+            selected.append(replace(checkpoint, report=report))
+    return tuple(selected)
 
 
 def choices_of(measured: Sequence[MeasuredCheckpoint]) -> LeaderboardChoices:
     """What these results can be selected by."""
-    cells = [cell for one in measured for cell in one.report.cells]
+    cells = [cell for checkpoint in measured for cell in checkpoint.report.cells]
     return LeaderboardChoices(
-        families=tuple(sorted({one.family for one in measured})),
+        families=tuple(sorted({checkpoint.family for checkpoint in measured})),
         suites=tuple(dict.fromkeys(cell.suite for cell in cells)),
         temperatures=tuple(sorted({cell.temperature for cell in cells})),
-        engines=tuple(sorted({_engine(one) for one in measured})))
+        engines=tuple(sorted({_engine(checkpoint) for checkpoint in measured})))
 
 
-def _engine(one: MeasuredCheckpoint) -> EngineKind:
-    return _EMBEDDED if one.report.engine is None else one.report.engine.kind
+def _engine(checkpoint: MeasuredCheckpoint) -> EngineKind:
+    return _EMBEDDED if checkpoint.report.engine is None else checkpoint.report.engine.kind
 
 
 def rank(measured: Iterable[MeasuredCheckpoint]) -> tuple[LeaderboardEntry, ...]:
     """Leaderboard entries, best first, numbered from 1."""
-    ordered = sorted(measured, key=lambda one: (one.job_id, one.report.checkpoint, not one.tuned))
-    ordered.sort(key=lambda one: _preference(one.report), reverse=True)
-    return tuple(_entry(one, place) for place, one in enumerate(ordered, start=1))
+    ordered = sorted(measured, key=lambda each: (each.job_id, each.report.checkpoint, not each.tuned))
+    ordered.sort(key=lambda each: _preference(each.report), reverse=True)
+    return tuple(_entry(checkpoint, place) for place, checkpoint in enumerate(ordered, start=1))
 
 
-def _entry(one: MeasuredCheckpoint, place: int) -> LeaderboardEntry:
-    report, cells = one.report, one.report.cells
+def _entry(checkpoint: MeasuredCheckpoint, place: int) -> LeaderboardEntry:
+    report, cells = checkpoint.report, checkpoint.report.cells
+    # The means of the ends. A mean's standard error is at most the mean of the standard errors, and reaches it where
+    # the measurements vary together, as those of one suite's prompts at two temperatures do.
+    low, high = (fmean(suite_means(report, end).values()) for end in (
+        lambda cell: cell.speedup_interval.low, lambda cell: cell.speedup_interval.high))
     return LeaderboardEntry(
-        job_id=one.job_id, checkpoint=report.checkpoint, candidate=report.candidate, family=one.family,
-        target=one.target, tree=cells[0].tree, tau=fmean(cell.tau for cell in cells),
+        job_id=checkpoint.job_id, checkpoint=report.checkpoint, candidate=report.candidate, family=checkpoint.family,
+        target=checkpoint.target, tree=cells[0].tree, tau=fmean(cell.tau for cell in cells),
         tokens_per_s=fmean(cell.tokens_per_s for cell in cells), speedup=mean_speedup(report),
         speedup_greedy=_mean(cell for cell in cells if cell.temperature == 0.0),
         speedup_sampled=_mean(cell for cell in cells if cell.temperature > 0.0),
-        lossless=report.lossless, tuned=one.tuned, rival=report.rival, suites=suite_means(report),
-        speedup_by_concurrency=speedup_by_concurrency(report), rank=place, speedup_interval=_mean_interval(report))
-
-
-def _mean_interval(report: BenchmarkReport) -> Interval:
-    """The mean of the ends. A mean's standard error is at most the mean of the standard errors, and reaches it where
-    the measurements vary together, as those of one suite's prompts at two temperatures do."""
-    low, high = (fmean(suite_means(report, end).values()) for end in (
-        lambda cell: cell.speedup_interval.low, lambda cell: cell.speedup_interval.high))
-    return Interval(low=low, high=high)
+        lossless=report.lossless, tuned=checkpoint.tuned, rival=report.rival, suites=suite_means(report),
+        speedup_by_concurrency=speedup_by_concurrency(report), rank=place,
+        speedup_interval=Interval(low=low, high=high))
 
 
 def _mean(cells: Iterable[CellReport]) -> float | None:

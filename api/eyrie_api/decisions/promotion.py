@@ -80,7 +80,11 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
     `promotion.mode` is manual.
     """
-    checks = [*_asked_of_tuning(proof)]
+    checks = []
+    if proof is not None and proof.use.setting.method == "off":
+        finding = proof.use.map.finding if proof.use.map is not None else ""
+        checks.append(PromotionCheck(name="speculation-pays", passed=False, words=finding or proof.skipped or
+                                     "tuning found no declared load at which speculation pays"))
     over_rivals = [] if without_drafter(proof) else [
         *_beats_rival(policy, *_best_against_best(candidate, benchmarks, rival), required_suites)]
     if not without_drafter(proof):
@@ -89,26 +93,26 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         if incumbent is not None:
             checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
         checks += over_rivals if policy.must_beat == "rivals" else []
-    checks += _asked_of_proof(policy, candidate, required_suites, proof)
+    checks += _proof_checks(policy, candidate, required_suites, proof)
     if policy.must_beat == "rivals" and proof is not None and proof.load is not None and _has_variant(proof, RIVAL):
         checks.append(_beats_under_load(policy, proof.load, RIVAL))
     passed = all(check.passed for check in checks)
     reasons = [check.words for check in checks]
     if policy.must_beat != "rivals":
         reasons += [check.words for check in over_rivals if not check.passed]
-    reasons += (f"{one.checkpoint} was not compared: {one.dropped}" for one in benchmarks if one.dropped)
+    reasons += (f"{report.checkpoint} was not compared: {report.dropped}" for report in benchmarks if report.dropped)
     if without_drafter(proof):
         reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
     serves = incumbent is not None or _has_variant(proof, INCUMBENT)
     if not serves:
         reasons.append("no incumbent: compared with no drafter alone")
-    kept: Verdict = "keep-incumbent" if serves else "no-drafter"
-    verdict: Verdict = "promote" if passed else kept
+    unchanged: Verdict = "keep-incumbent" if serves else "no-drafter"
+    verdict: Verdict = "promote" if passed else unchanged
     if passed and policy.mode == "manual":
         verdict = "awaits-approval"
         reasons.append("promotion.mode is manual: promote it by hand once you agree")
     elif policy.mode == "never":
-        verdict = kept
+        verdict = unchanged
         reasons.append(_NEVER)
     return PromotionDecision(
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
@@ -128,7 +132,7 @@ def tuned_finals(tuned: TuneReport, benchmarks: Sequence[BenchmarkReport]) \
         -> tuple[BenchmarkReport, BenchmarkReport | None]:
     """The final measurements of tuning: of the selected checkpoint, and of the best rival if it was tuned too. Tuning
     does not know whether a checkpoint is a rival, and of which family: their benchmarks say so."""
-    of = {one.checkpoint: one for one in benchmarks}
+    of = {report.checkpoint: report for report in benchmarks}
     mine = of[tuned.final.checkpoint]
     final = tuned.final.model_copy(update={"rival": mine.rival, "family": mine.family})
     if tuned.rival is None:
@@ -188,8 +192,8 @@ def proven_speedup(final: BenchmarkReport, proof: ProveReport | None = None) -> 
     does not measure, the geometric mean over the declared loads."""
     if proof is None or proof.load is None or not without_drafter(proof):
         return mean_speedup(final)
-    seen = [one.throughput_ratio for users in proof.load.spec.concurrencies
-            if (one := _comparison(proof.load, CANDIDATE, OFF, users)) is not None]
+    seen = [ratio.throughput_ratio for users in proof.load.spec.concurrencies
+            if (ratio := _comparison(proof.load, CANDIDATE, OFF, users)) is not None]
     return _geometric_mean(seen) if seen else mean_speedup(final)
 
 
@@ -204,9 +208,9 @@ def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> floa
     """
     seen: list[float] = []
     if proof is not None and proof.load is not None:
-        seen = [one.total.tau for one in proof.load.levels
-                if one.variant == CANDIDATE and one.total.tau is not None
-                and not (one.mode == "closed" and _is_off(proof, round(one.level)))]
+        seen = [level.total.tau for level in proof.load.levels
+                if level.variant == CANDIDATE and level.total.tau is not None
+                and not (level.mode == "closed" and _is_off(proof, round(level.level)))]
     if not seen or (proof is not None and proof.use.setting.method == "drafter"):
         hottest = max(cell.temperature for cell in final.cells)
         seen.append(fmean(cell.tau for cell in final.cells if cell.temperature == hottest))
@@ -276,9 +280,9 @@ def _best_against_best(candidate: BenchmarkReport, benchmarks: Sequence[Benchmar
     """Candidate and rival as they are compared, and how: both tuned where the rival was."""
     if tuned is not None:
         return candidate, tuned, "both tuned"
-    mine = next((one for one in benchmarks if one.checkpoint == candidate.checkpoint), None)
-    measured = [one for one in benchmarks if one.rival and one.dropped is None and one.family not in WITHOUT_DRAFTER
-                and one.checkpoint != candidate.checkpoint]
+    mine = next((report for report in benchmarks if report.checkpoint == candidate.checkpoint), None)
+    measured = [report for report in benchmarks if report.rival and report.dropped is None
+                and report.family not in WITHOUT_DRAFTER and report.checkpoint != candidate.checkpoint]
     return mine, max(measured, key=mean_speedup, default=None), "both untuned"
 
 
@@ -315,18 +319,11 @@ def _relative_width(report: BenchmarkReport) -> float:
     return math.hypot(*halves) / len(halves) / mean_speedup(report)
 
 
-# Checks of tuning and the proof.
+# Checks of the proof.
 
 
-def _asked_of_tuning(proof: ProveReport | None) -> Iterator[PromotionCheck]:
-    if proof is not None and proof.use.setting.method == "off":
-        found = proof.use.map.finding if proof.use.map is not None else ""
-        yield PromotionCheck(name="speculation-pays", passed=False, words=found or proof.skipped or
-                             "tuning found no declared load at which speculation pays")
-
-
-def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
-                    proof: ProveReport | None) -> Iterator[PromotionCheck]:
+def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
+                  proof: ProveReport | None) -> Iterator[PromotionCheck]:
     if proof is not None and proof.use.setting.method == "off":
         return
     if proof is None or proof.parity is None or proof.load is None:
@@ -371,18 +368,13 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
             words += ", and its interval reaches below 1 (promotion.require_confidence)"
     yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, words=words)
     yield _first_token(policy, load, seen, users)
-    yield from _answered(load, users)
-
-
-def _answered(load: LoadReport, users: int) -> Iterator[PromotionCheck]:
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
-    if mine is None or bare is None:
-        return
-    failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
-    failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
-    yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed), bound=float(excused),
-                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({failures}), {excused} "
-                               "without a drafter")
+    if mine is not None and bare is not None:
+        failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
+        failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
+        yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed),
+                             bound=float(excused), words=f"{_at(users)}: {failed} of {mine.requests} requests failed "
+                                                         f"({failures}), {excused} without a drafter")
 
 
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:
@@ -418,10 +410,10 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
 def _suites_under_load(proof: ProveReport, load: LoadReport,
                        required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
     """One check per suite over all loads, because a single load has only a few requests of each suite."""
-    drafting = [one for users in load.spec.concurrencies if not _is_off(proof, users)
-                if (one := _comparison(load, CANDIDATE, OFF, users)) is not None]
+    drafting = [ratio for users in load.spec.concurrencies if not _is_off(proof, users)
+                if (ratio := _comparison(load, CANDIDATE, OFF, users)) is not None]
     for suite in required_suites:
-        ratios = [one.by_category[suite] for one in drafting if suite in one.by_category]
+        ratios = [ratio.by_category[suite] for ratio in drafting if suite in ratio.by_category]
         if ratios:
             mean = _geometric_mean(ratios)
             words = (f"{suite}: {mean:.2f}x over no drafter for its users at the declared loads, "
@@ -431,35 +423,33 @@ def _suites_under_load(proof: ProveReport, load: LoadReport,
 
 def _beats_under_load(policy: PromotionPolicy, load: LoadReport, other: str) -> PromotionCheck:
     """Candidate against incumbent or rival."""
-    ratios = [_over(other, load, users) for users in load.spec.concurrencies]
-    bound, known, name = policy.min_speedup_over_incumbent, [one for one in ratios if one is not None], f"{other}-loads"
-    if len(known) < len(ratios):
-        return PromotionCheck(name=name, passed=False, bound=bound,
-                              words=f"the {other} was not asked at every declared load")
-    mean = _geometric_mean(known)
-    words = (f"{mean:.3f}x the {other} over the declared loads, asked in turn in the same run: "
+    ratios, bound, name = [], policy.min_speedup_over_incumbent, f"{other}-loads"
+    for users in load.spec.concurrencies:
+        direct = _comparison(load, CANDIDATE, other, users)
+        mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, other, OFF, users)
+        if direct is not None:
+            ratios.append(direct.throughput_ratio)
+        elif mine is not None and its is not None:
+            ratios.append(mine.throughput_ratio / its.throughput_ratio)
+        else:
+            return PromotionCheck(name=name, passed=False, bound=bound,
+                                  words=f"the {other} was not measured at every declared load")
+    mean = _geometric_mean(ratios)
+    words = (f"{mean:.3f}x the {other} over the declared loads, measured in turn in the same run: "
              f"{_sign(mean >= bound)} the required {bound:.3f}x")
     return PromotionCheck(name=name, passed=mean >= bound, figure=mean, bound=bound, words=words)
 
 
-def _over(other: str, load: LoadReport, users: int) -> float | None:
-    direct = _comparison(load, CANDIDATE, other, users)
-    if direct is not None:
-        return direct.throughput_ratio
-    mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, other, OFF, users)
-    return None if mine is None or its is None else mine.throughput_ratio / its.throughput_ratio
-
-
 def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
                              answers: ParityReport | None) -> PromotionCheck:
-    seen = [one for one in load.comparisons if (one.variant, one.baseline) == (CANDIDATE, OFF)]
+    seen = [ratio for ratio in load.comparisons if (ratio.variant, ratio.baseline) == (CANDIDATE, OFF)]
     bound = policy.min_speedup_changed_prompt
     if not seen:
         return PromotionCheck(name="changed-prompt", passed=False, bound=bound,
                               words="with another system prompt: not compared with no drafter")
-    slowest = min(seen, key=lambda one: one.user_ratio)
-    compared = sum(one.compared for one in seen)
-    differ = compared - sum(one.identical for one in seen)
+    slowest = min(seen, key=lambda ratio: ratio.user_ratio)
+    compared = sum(ratio.compared for ratio in seen)
+    differ = compared - sum(ratio.identical for ratio in seen)
     if answers is not None:  # these are judged by near-ties; under load, answers are compared by their digests alone
         compared, differ = answers.prompts, answers.prompts - answers.identical - answers.explained
     ok = slowest.user_ratio >= bound
@@ -470,13 +460,13 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
 
 
 def _comparison(load: LoadReport, variant: str, baseline: str, users: int) -> LoadComparison | None:
-    return next((one for one in load.comparisons if (one.variant, one.baseline, one.mode, one.level)
+    return next((ratio for ratio in load.comparisons if (ratio.variant, ratio.baseline, ratio.mode, ratio.level)
                  == (variant, baseline, "closed", float(users))), None)
 
 
 def _cell(load: LoadReport, variant: str, users: int) -> LoadCell | None:
-    return next((one.total for one in load.levels
-                 if (one.variant, one.mode, one.level) == (variant, "closed", float(users))), None)
+    return next((level.total for level in load.levels
+                 if (level.variant, level.mode, level.level) == (variant, "closed", float(users))), None)
 
 
 def _has_variant(proof: ProveReport | None, variant: str) -> bool:
@@ -489,7 +479,7 @@ def _is_off(proof: ProveReport, users: int) -> bool:
 
 def _geometric_mean(ratios: Sequence[float]) -> float:
     # Clamped: a variant that answered nothing has ratio 0, whose log is a domain error.
-    return exp(fmean(log(max(one, 1e-9)) for one in ratios))
+    return exp(fmean(log(max(ratio, 1e-9)) for ratio in ratios))
 
 
 def _at(users: int) -> str:

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from eyrie_api.contract.endpoints import HistoryEntry, HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
-from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
 
@@ -52,51 +52,52 @@ class Watched:
 
 def figures_of(seen: Watched) -> tuple[Figure, ...]:
     """Every figure there is data for."""
-    marked = [one for one in seen.changes if one.kind in MARKED]
-    found = [acceptance(seen.windows, marked)] if seen.windows else []
-    counted = [one for one in seen.windows if _accepted(one)]
+    marked = [entry for entry in seen.changes if entry.kind in MARKED]
+    figures = [acceptance(seen.windows, marked)] if seen.windows else []
+    counted = [entry for entry in seen.windows if _accepted(entry)]
     if counted:
-        found.append(acceptance_by_position(counted))
-    canaries = canaries_of(one for one in seen.changes if one.kind in CANARY_KINDS)
-    return (*found, canary(seen.endpoint, canaries)) if canaries else tuple(found)
+        figures.append(acceptance_by_position(counted))
+    canaries = canaries_of(entry for entry in seen.changes if entry.kind in CANARY_KINDS)
+    return (*figures, canary(seen.endpoint, canaries)) if canaries else tuple(figures)
 
 
 def list_figures(seen: Watched) -> FigureList:
     """Every figure there is data for, and why there are no others."""
-    found = figures_of(seen)
-    names: set[str] = {one.name for one in found}
+    figures = figures_of(seen)
+    names: set[str] = {shown.name for shown in figures}
     absent: list[tuple[FigureName, str]] = [("acceptance", _why_no_windows(seen))]
     if seen.engine == "sglang":
         absent.append(("acceptance-by-position", "acceptance by position is not known where SGLang serves: its metrics "
                        "count accepted tokens without their positions"))
     elif seen.windows:
         absent.append(("acceptance-by-position", "acceptance by position is not known of these windows: no draft token "
-                       "was accepted, or an earlier version recorded them"))
+                       "was accepted"))
     absent.append(("canary", "no canary yet: a new revision gets a share of the requests first "
                    "(promotion.canary.shares) while another one serves; on a cluster a Gateway has to divide them"))
     return FigureList(
-        items=tuple(FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows,
-                                  changed_at=one.changed_at) for one in found),
+        items=tuple(FigureSummary(name=shown.name, title=shown.title, caption=shown.caption, rows=shown.rows,
+                                  changed_at=shown.changed_at) for shown in figures),
         absent=tuple(AbsentFigure(name=name, reason=reason) for name, reason in absent if name not in names))
 
 
 def figure_of(seen: Watched, name: str) -> Figure:
     """One figure by name. Raises NotFound with the reason when there is no data for it."""
-    found = next((one for one in figures_of(seen) if one.name == name), None)
-    if found is None:
-        reason = next((one.reason for one in list_figures(seen).absent if one.name == name),
+    shown = next((candidate for candidate in figures_of(seen) if candidate.name == name), None)
+    if shown is None:
+        reason = next((candidate.reason for candidate in list_figures(seen).absent if candidate.name == name),
                       "an endpoint has the figures acceptance, acceptance-by-position and canary")
         raise NotFound(f"endpoint {seen.endpoint.name!r} has no figure {name!r}", reason)
-    return found
+    return shown
 
 
 def _why_no_windows(seen: Watched) -> str:
-    active = next((one for one in seen.endpoint.revisions if one.number == seen.endpoint.active_revision), None)
+    active = next((rev for rev in seen.endpoint.revisions if rev.number == seen.endpoint.active_revision), None)
     if active is None:
         return "no acceptance is measured: nothing serves yet"
     if active.use.setting.method == "off":
         return "no acceptance is measured: the target serves without a drafter"
-    if active.tau is None or (seen.engine == "sglang" and _switches_off(active)):
+    points = () if active.use.map is None else active.use.map.points
+    if active.tau is None or (seen.engine == "sglang" and any(point.setting.method == "off" for point in points)):
         why = ("it was promoted without a proven acceptance length" if active.tau is None else
                "its operating map stops drafting under load, which SGLang does not count apart")
         return f"no acceptance is watched of revision {active.number}: {why}"
@@ -104,19 +105,15 @@ def _why_no_windows(seen: Watched) -> str:
             "promotion.drift.window_s")
 
 
-def _switches_off(revision: Revision) -> bool:
-    points = () if revision.use.map is None else revision.use.map.points
-    return any(point.setting.method == "off" for point in points)
-
-
 def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry]) -> Figure:
     """Acceptance length of every window, what it is held against, and the changes of what served. There are windows."""
     first, last = windows[0], windows[-1]
     since = first.time - max(_LEAD, (last.time - first.time) / 10)
-    shown = sorted((*windows, *(one for one in changes if one.time >= since)), key=lambda one: (one.time, one.id))
+    shown = sorted((*windows, *(change for change in changes if change.time >= since)),
+                   key=lambda entry: (entry.time, entry.id))
     apart = (shown[-1].time - shown[0].time) / _MOST_LABELS
-    rows = [_row(one) for one in shown]
-    _join_labels([(one, row) for one, row in zip(shown, rows, strict=True) if one.kind != "window"], apart)
+    rows = [_row(entry) for entry in shown]
+    _join_labels([(entry, row) for entry, row in zip(shown, rows, strict=True) if entry.kind != "window"], apart)
     x = {"field": "time", "type": "temporal", "title": None, "axis": {"labelOverlap": True}}
     measured, marked = {"filter": "datum.what === 'window'"}, {"filter": "datum.what !== 'window'"}
     # A revision that serves again begins another line.
@@ -182,16 +179,16 @@ def _named(entry: HistoryEntry) -> str:
 
 
 def _timed_tips(rows: Iterable[Row]) -> list[Row]:
-    return [one | ({"type": "temporal", "format": "%Y-%m-%d %H:%M:%S"} if one["field"] == "time" else {})
-            for one in tips(rows)]
+    return [tip | ({"type": "temporal", "format": "%Y-%m-%d %H:%M:%S"} if tip["field"] == "time" else {})
+            for tip in tips(rows)]
 
 
 def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
     """Acceptance at each position of the draft: of every revision, and of the latest window. All count positions."""
     last = windows[-1]
     by_revision: dict[int | None, list[HistoryEntry]] = {}
-    for one in windows:
-        by_revision.setdefault(one.revision, []).append(one)
+    for window in windows:
+        by_revision.setdefault(window.revision, []).append(window)
     rows = []
     for of_revision in by_revision.values():
         rows += _positions(f"{_named(of_revision[0])}, {len(of_revision)} windows", of_revision)
@@ -214,15 +211,15 @@ def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
 
 def _accepted(window: HistoryEntry) -> tuple[float, ...]:
     """Draft tokens accepted at each position; empty where the engine does not say."""
-    found: list[float] = []
-    while (count := window.figures.get(f"accepted/{len(found) + 1}")) is not None:
-        found.append(count)
-    return tuple(found)
+    counts: list[float] = []
+    while (count := window.figures.get(f"accepted/{len(counts) + 1}")) is not None:
+        counts.append(count)
+    return tuple(counts)
 
 
 def _positions(name: str, windows: Sequence[HistoryEntry]) -> list[Row]:
     accepted = [sum(counts) for counts in zip_longest(*map(_accepted, windows), fillvalue=0.0)]
-    before = [sum(one.figures["rounds"] for one in windows), *accepted]
+    before = [sum(window.figures["rounds"] for window in windows), *accepted]
     return [{"series": name, "position": position, "tokens": rounded(reached), "accepted": rounded(count),
              "acceptance": rounded(count / reached)}
             for position, (reached, count) in enumerate(zip(before, accepted, strict=False), start=1) if reached]
@@ -239,9 +236,9 @@ class Canary:
 
 def canaries_of(entries: Iterable[HistoryEntry]) -> list[Canary]:
     """The canaries in entries of CANARY_KINDS, in the order in which they began."""
-    found: list[Canary] = []
+    canaries: list[Canary] = []
     running: dict[int | None, Canary] = {}
-    for entry in sorted(entries, key=lambda one: one.id):
+    for entry in sorted(entries, key=lambda entry: entry.id):
         last = running.get(entry.revision)
         if entry.kind != "canary":
             if last is not None:
@@ -250,16 +247,16 @@ def canaries_of(entries: Iterable[HistoryEntry]) -> list[Canary]:
         elif last is None or _share(entry) < _share(last.steps[-1]):
             assert entry.revision is not None
             running[entry.revision] = Canary(entry.revision, [entry])
-            found.append(running[entry.revision])
+            canaries.append(running[entry.revision])
         elif _share(entry) > _share(last.steps[-1]):  # equal: recorded again after a crash
             last.steps.append(entry)
-    return found
+    return canaries
 
 
-def canary(endpoint: Endpoint, found: Sequence[Canary]) -> Figure:
+def canary(endpoint: Endpoint, canaries: Sequence[Canary]) -> Figure:
     """The latest canaries, of which there are some."""
-    shown = found[-_MOST_CANARIES:]
-    rows = [row for one in shown for row in _canary_rows(endpoint, one, found)]
+    shown = canaries[-_MOST_CANARIES:]
+    rows = [row for each in shown for row in _canary_rows(endpoint, each, canaries)]
     y = {"field": "step", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
     share: Row = {"width": 130, "height": {"step": 30},
                   "mark": {"type": "bar", "tooltip": True},
@@ -269,10 +266,18 @@ def canary(endpoint: Endpoint, found: Sequence[Canary]) -> Figure:
     body = share | {"width": 520}
     if any(row["tau"] is not None for row in rows):
         body = {"columns": 2, "concat": [share, _canary_acceptance(rows, y)]}
-    return figure("canary", _canary_title(endpoint, shown[-1]),
+    last = shown[-1]
+    name, portion = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
+    if last.end is None:
+        title = f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {portion}"
+    elif last.end.kind == "rejected":
+        title = f"{name} was rejected at {portion}: {last.end.reason}"
+    else:
+        title = f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
+    return figure("canary", title,
                   "Each share of the requests that a new revision was given before all of them; a point is the "
                   "acceptance length of its rounds until then with the interval by which the watch judges (three "
-                  "standard errors), a tick the proven one.", rows, body, (shown[-1].end or shown[-1].steps[-1]).time)
+                  "standard errors), a tick the proven one.", rows, body, (last.end or last.steps[-1]).time)
 
 
 def _canary_acceptance(rows: list[Row], y: Row) -> Row:
@@ -293,18 +298,21 @@ def _canary_acceptance(rows: list[Row], y: Row) -> Row:
                       "tooltip": tips(rows)}}]}
 
 
-def _canary_rows(endpoint: Endpoint, one: Canary, all_of_them: Sequence[Canary]) -> list[Row]:
-    same = [other for other in all_of_them if other.revision == one.revision]
-    again = f", time {same.index(one) + 1}" if len(same) > 1 else ""
-    proven = next((rev.tau for rev in endpoint.revisions if rev.number == one.revision), None)
-    ends = [*one.steps[1:], one.end]
+def _canary_rows(endpoint: Endpoint, shown: Canary, all_of_them: Sequence[Canary]) -> list[Row]:
+    same = [other for other in all_of_them if other.revision == shown.revision]
+    again = f", time {same.index(shown) + 1}" if len(same) > 1 else ""
+    proven = next((rev.tau for rev in endpoint.revisions if rev.number == shown.revision), None)
+    ends = [*shown.steps[1:], shown.end]
     rows = []
-    for step, end in zip(one.steps, ends, strict=True):
-        verdict = _verdict(endpoint, one, end)
+    for step, end in zip(shown.steps, ends, strict=True):
+        if end is not None:
+            verdict = "rejected" if end.kind == "rejected" else "passed"
+        else:
+            verdict = "now" if _is_running(endpoint, shown) else "given up"
         counted = {} if end is None else end.figures
         rows.append({
-            "step": f"revision {one.revision}{again}, {_share(step):.0%}: {verdict}", "time": step.time.isoformat(),
-            "revision": one.revision, "share": _share(step), "verdict": verdict,
+            "step": f"revision {shown.revision}{again}, {_share(step):.0%}: {verdict}", "time": step.time.isoformat(),
+            "revision": shown.revision, "share": _share(step), "verdict": verdict,
             "seconds": None if end is None else rounded((end.time - step.time).total_seconds()),
             **{name: rounded(counted.get(name)) for name in ("answered", "errors", "tau", "tau_low", "tau_high")},
             "proven_tau": rounded(proven),
@@ -312,23 +320,8 @@ def _canary_rows(endpoint: Endpoint, one: Canary, all_of_them: Sequence[Canary])
     return rows
 
 
-def _verdict(endpoint: Endpoint, one: Canary, end: HistoryEntry | None) -> str:
-    if end is not None:
-        return "rejected" if end.kind == "rejected" else "passed"
-    return "now" if _is_running(endpoint, one) else "given up"
-
-
-def _is_running(endpoint: Endpoint, one: Canary) -> bool:
-    return one.end is None and endpoint.desired == "on" and endpoint.candidate_revision == one.revision
-
-
-def _canary_title(endpoint: Endpoint, last: Canary) -> str:
-    name, share = f"Revision {last.revision}", f"{_share(last.steps[-1]):.0%} of the requests"
-    if last.end is None:
-        return f"{name} {'gets' if _is_running(endpoint, last) else 'was given up at'} {share}"
-    if last.end.kind == "rejected":
-        return f"{name} was rejected at {share}: {last.end.reason}"
-    return f"{name} passed its canary in {len(last.steps)} step{'s' if len(last.steps) > 1 else ''}"
+def _is_running(endpoint: Endpoint, shown: Canary) -> bool:
+    return shown.end is None and endpoint.desired == "on" and endpoint.candidate_revision == shown.revision
 
 
 def _share(entry: HistoryEntry) -> float:

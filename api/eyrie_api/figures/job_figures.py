@@ -31,42 +31,42 @@ def figures_of(report: JobReport, selected: str = "") -> tuple[Figure, ...]:
 
     selected   what the leaderboard of the report is restricted to, for its caption: suite math, temperature 1
     """
-    measured = [one for one in report.benchmark if one.cells]
-    found = []
+    measured = [benchmark for benchmark in report.benchmark if benchmark.cells]
+    figures = []
     if report.leaderboard:
-        found.append(leaderboard(report.leaderboard, selected))
+        figures.append(leaderboard(report.leaderboard, selected))
     if measured:
-        found.append(throughput(measured))
+        figures.append(throughput(measured))
     if measured or (report.tune and report.tune.cells):
-        found.append(tau_against_throughput(measured, report.tune))
+        figures.append(tau_against_throughput(measured, report.tune))
     if report.tune:
         if shapes_of(report.tune):
-            found.append(tuning(report.tune))
+            figures.append(tuning(report.tune))
         if report.tune.map is not None:
-            found.append(operating_map(report.tune.map, report.tune.trials))
-    if report.prove and report.prove.load and any(one.mode == "closed" for one in report.prove.load.levels):
-        found.append(pareto(report.prove.load, report.devices_per_server))
+            figures.append(operating_map(report.tune.map, report.tune.trials))
+    if report.prove and report.prove.load and any(level.mode == "closed" for level in report.prove.load.levels):
+        figures.append(pareto(report.prove.load, report.devices_per_server))
     if report.hardware and report.hardware.rows:
-        found.append(hardware(report.hardware))
-    return tuple(found)
+        figures.append(hardware(report.hardware))
+    return tuple(figures)
 
 
 def figure_of(report: JobReport, name: str, selected: str = "") -> Figure:
     """One figure by name. Raises NotFound when the job has no data for it."""
-    found: dict[str, Figure] = {one.name: one for one in figures_of(report, selected)}
-    if name not in found:
-        available = f"it has {', '.join(found)}" if found else "it has none yet"
+    figures: dict[str, Figure] = {shown.name: shown for shown in figures_of(report, selected)}
+    if name not in figures:
+        available = f"it has {', '.join(figures)}" if figures else "it has none yet"
         raise NotFound(f"job {report.job_id} has no figure {name!r}",
                        f"{available}: figures appear when the benchmark, tune and prove stages finish")
-    return found[name]
+    return figures[name]
 
 
 def leaderboard(entries: Sequence[LeaderboardEntry], selected: str = "") -> Figure:
     """Mean speed-up of every entry with its interval, in the order of the leaderboard. There are entries."""
-    rows = [{"rank": one.rank, "checkpoint": f"{one.checkpoint} (tuned)" if one.tuned else one.checkpoint,
-             "family": one.family, "shape": one.tree.label() if one.tree else "no drafter", "tau": rounded(one.tau),
-             "speedup": rounded(one.speedup), **_interval(one.speedup_interval),
-             "output": "identical" if one.lossless else "changed"} for one in entries]
+    rows = [{"rank": entry.rank, "checkpoint": f"{entry.checkpoint} (tuned)" if entry.tuned else entry.checkpoint,
+             "family": entry.family, "shape": entry.tree.label() if entry.tree else "no drafter",
+             "tau": rounded(entry.tau), "speedup": rounded(entry.speedup), **_interval(entry.speedup_interval),
+             "output": "identical" if entry.lossless else "changed"} for entry in entries]
     y = {"field": "checkpoint", "type": "nominal", "sort": [row["checkpoint"] for row in rows], "title": None}
     colour = series("family", rows)
     ranges: Row = {"transform": [{"filter": "datum.low !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
@@ -87,13 +87,13 @@ def leaderboard(entries: Sequence[LeaderboardEntry], selected: str = "") -> Figu
 
 def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
     """Speed-up of every checkpoint in each suite, best average first. The reports have cells."""
-    ranked = sorted(reports, key=lambda one: -one.speedup)
-    rows = [{"checkpoint": one.checkpoint, "suite": cell.suite, "temperature": cell.temperature,
+    ranked = sorted(reports, key=lambda report: -report.speedup)
+    rows = [{"checkpoint": report.checkpoint, "suite": cell.suite, "temperature": cell.temperature,
              "shape": cell.shape, "tau": rounded(cell.tau), "tokens_per_s": rounded(cell.tokens_per_s),
              "baseline_tokens_per_s": rounded(cell.baseline_tokens_per_s), "speedup": rounded(cell.speedup),
-             **_interval(cell.speedup_interval), "mean_speedup": rounded(one.speedup)}
-            for one in ranked for cell in one.cells]
-    y = {"field": "checkpoint", "type": "nominal", "sort": [one.checkpoint for one in ranked], "title": None}
+             **_interval(cell.speedup_interval), "mean_speedup": rounded(report.speedup)}
+            for report in ranked for cell in report.cells]
+    y = {"field": "checkpoint", "type": "nominal", "sort": [report.checkpoint for report in ranked], "title": None}
     offset = {"field": "suite", "type": "nominal", "sort": None}
     mean: Row = {"mark": {"type": "tick", "thickness": 3, "size": 34, "style": INK},
                  "encoding": {"x": {"aggregate": "mean", "field": "mean_speedup", "type": "quantitative"}, "y": y}}
@@ -125,10 +125,10 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
                   "what": f"{report.checkpoint}, {cell.suite}", "shape": cell.shape, "tau": rounded(cell.tau),
                   "tokens_per_s": rounded(cell.tokens_per_s), "speedup": rounded(cell.speedup)}
                  for cell in report.cells]
-    for one in tune.cells if tune else ():
-        rows.append({"kind": "chain of the tuner" if one.tree.top_k == 1 else "tree of the tuner",
-                     "what": tune.checkpoint if tune else "", "shape": one.tree.label(), "tau": rounded(one.tau),
-                     "tokens_per_s": rounded(one.tokens_per_s), "speedup": rounded(one.speedup)})
+    for cell in tune.cells if tune else ():
+        rows.append({"kind": "chain of the tuner" if cell.tree.top_k == 1 else "tree of the tuner",
+                     "what": tune.checkpoint if tune else "", "shape": cell.tree.label(), "tau": rounded(cell.tau),
+                     "tokens_per_s": rounded(cell.tokens_per_s), "speedup": rounded(cell.speedup)})
     body: Row = {"width": 520, "height": 320, "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.85},
                  "encoding": {"x": number("tau", _TAU), "y": number("tokens_per_s", "tokens per second"),
                               "color": series("kind", rows), "shape": series("kind", rows), "tooltip": tips(rows)}}
@@ -140,13 +140,13 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
 def tuning(report: TuneReport) -> Figure:
     """Speed-up by depth and width at the lowest load, one panel per number of draft tokens."""
     shown = shapes_of(report)
-    middle = (min(one.speedup for one in shown) + max(one.speedup for one in shown)) / 2
-    rows = [{"panel": "chains" if one.tree.top_k == 1 else f"trees of {one.tree.num_draft_tokens} tokens",
-             "num_steps": one.tree.num_steps, "top_k": one.tree.top_k, "num_draft_tokens": one.tree.num_draft_tokens,
-             "speedup": rounded(one.speedup), "tau": rounded(one.tau),
-             "known_by": "measurement" if one.measured else "prediction", "winner": one.tree == report.winner,
-             "label": f"{one.speedup:.2f}x" if one.measured else f"({one.speedup:.2f}x)"}
-            for one in sorted(shown, key=lambda one: (one.tree.top_k > 1, one.tree.num_draft_tokens))]
+    middle = (min(shape.speedup for shape in shown) + max(shape.speedup for shape in shown)) / 2
+    rows = [{"panel": "chains" if shape.tree.top_k == 1 else f"trees of {shape.tree.num_draft_tokens} tokens",
+             **{name: getattr(shape.tree, name) for name in ("num_steps", "top_k", "num_draft_tokens")},
+             "speedup": rounded(shape.speedup), "tau": rounded(shape.tau),
+             "known_by": "measurement" if shape.measured else "prediction", "winner": shape.tree == report.winner,
+             "label": f"{shape.speedup:.2f}x" if shape.measured else f"({shape.speedup:.2f}x)"}
+            for shape in sorted(shown, key=lambda shape: (shape.tree.top_k > 1, shape.tree.num_draft_tokens))]
     across = {"x": {"field": "top_k", "type": "ordinal", "title": "top_k", "axis": {"labelAngle": 0}},
               "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps"}}
     cells: Row = {"mark": {"type": "rect", "tooltip": True},
@@ -168,7 +168,7 @@ def tuning(report: TuneReport) -> Figure:
                            "title": None, "header": {"labelFontSize": 12}},
                  "columns": 2, "resolve": {"scale": {"x": "independent"}, "axis": {"y": "independent"}},
                  "spec": {"width": {"step": 62}, "height": {"step": 30}, "layer": [cells, best, labels]}}
-    winner = next((one for one in shown if one.tree == report.winner), None)
+    winner = next((shape for shape in shown if shape.tree == report.winner), None)
     fast = "" if winner is None else f": {winner.speedup:.2f}x at tau {winner.tau:.1f}"
     return figure("tuning", f"{report.winner.label()} is the drafter's best shape{fast}",
                    "Lowest load, mean over temperatures: figures in brackets are predicted, the others measured; the "
@@ -178,10 +178,10 @@ def tuning(report: TuneReport) -> Figure:
 def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
     """Speed-up over off by load: the settings that the map chooses, and the best of the others."""
     chosen = list(dict.fromkeys(point.setting for point in chart.points if point.setting != OFF))
-    others = sorted((one for one in trials if one.speedup is not None), key=lambda one: -(one.speedup or 0.0))
-    shown = list(dict.fromkeys([*chosen, *(one.setting for one in others if one.setting != OFF)]))[:_MOST_SETTINGS]
+    others = sorted((trial for trial in trials if trial.speedup is not None), key=lambda trial: -(trial.speedup or 0.0))
+    shown = [*dict.fromkeys([*chosen, *(trial.setting for trial in others if trial.setting != OFF)])][:_MOST_SETTINGS]
     choice = {(point.setting, point.concurrency): point for point in chart.points}
-    tried = {(one.setting, one.concurrency): one for one in trials}
+    tried = {(trial.setting, trial.concurrency): trial for trial in trials}
     rows: list[Row] = []
     for setting, concurrency in [key for key in dict.fromkeys((*tried, *choice)) if key[0] in (*shown, OFF)]:
         trial, point = tried.get((setting, concurrency)), choice.get((setting, concurrency))
@@ -226,20 +226,20 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
 def pareto(report: LoadReport, num_devices: int) -> Figure:
     """Throughput of a device against interactivity: one line per variant, one point per number of users. It has closed
     levels; `num_devices` are of each server."""
-    levels = sorted((one for one in report.levels if one.mode == "closed"),
-                    key=lambda one: (one.variant != "off", one.variant, one.level))
-    intervals = {(one.variant, one.level): one for one in report.comparisons if one.mode == "closed"}
+    levels = sorted((level for level in report.levels if level.mode == "closed"),
+                    key=lambda level: (level.variant != "off", level.variant, level.level))
+    ratios = {(ratio.variant, ratio.level): ratio for ratio in report.comparisons if ratio.mode == "closed"}
     rows = []
-    for one in levels:
-        against = intervals.get((one.variant, one.level))
-        rows.append({"variant": one.variant, "users": int(one.level),
-                     "tokens_per_s_per_user": rounded(one.total.tokens_per_s_per_user),
-                     "tokens_per_s_per_device": rounded(one.total.tokens_per_s / num_devices),
-                     "tokens_per_s": rounded(one.total.tokens_per_s),
+    for level in levels:
+        against = ratios.get((level.variant, level.level))
+        rows.append({"variant": level.variant, "users": int(level.level),
+                     "tokens_per_s_per_user": rounded(level.total.tokens_per_s_per_user),
+                     "tokens_per_s_per_device": rounded(level.total.tokens_per_s / num_devices),
+                     "tokens_per_s": rounded(level.total.tokens_per_s),
                      "throughput_ratio": rounded(against.throughput_ratio) if against else None,
                      **_interval(against.throughput_interval if against else None),
-                     "tau": rounded(one.total.tau)})
-    gains = [one.throughput_ratio for one in intervals.values() if one.variant == "candidate"]
+                     "tau": rounded(level.total.tau)})
+    gains = [ratio.throughput_ratio for ratio in ratios.values() if ratio.variant == "candidate"]
     title = "Throughput against interactivity"
     if gains:
         title += f": the candidate's throughput is {median(gains):.2f}x (median over loads)"
@@ -253,13 +253,13 @@ def pareto(report: LoadReport, num_devices: int) -> Figure:
 
 def hardware(report: HardwareReport) -> Figure:
     """Throughput of a device against interactivity: one line per profile and variant. It has rows."""
-    rows = [{"variant": f"{one.profile}/{one.variant}", "users": int(one.users),
-             "tokens_per_s_per_user": rounded(one.tokens_per_s_per_user),
-             "tokens_per_s_per_device": rounded(one.tokens_per_s_per_device),
-             "ttft_p50_s": rounded(one.ttft_p50_s), "money_per_million_tokens": rounded(one.money_per_million_tokens),
-             "money_ratio": rounded(one.money_ratio), **_interval(one.money_interval)}
-            for one in sorted(report.rows, key=lambda one: (one.profile, one.variant != "off", one.users))]
-    cheapest = min(report.rows, key=lambda one: one.money_per_million_tokens)
+    rows = [{"variant": f"{row.profile}/{row.variant}", "users": int(row.users),
+             "tokens_per_s_per_user": rounded(row.tokens_per_s_per_user),
+             "tokens_per_s_per_device": rounded(row.tokens_per_s_per_device),
+             "ttft_p50_s": rounded(row.ttft_p50_s), "money_per_million_tokens": rounded(row.money_per_million_tokens),
+             "money_ratio": rounded(row.money_ratio), **_interval(row.money_interval)}
+            for row in sorted(report.rows, key=lambda row: (row.profile, row.variant != "off", row.users))]
+    cheapest = min(report.rows, key=lambda row: row.money_per_million_tokens)
     return figure("hardware", f"{cheapest.profile}, {cheapest.variant}, has the cheapest tokens: "
                    f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
                    "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
@@ -294,12 +294,12 @@ class TunedShape:
 def shapes_of(report: TuneReport) -> list[TunedShape]:
     """All shapes of the drafter at the lowest load; in a report without trials, the measured ones."""
     if not report.trials:
-        return [TunedShape(one.tree, one.speedup, one.tau, True) for one in report.cells]
-    lowest = min(one.concurrency for one in report.trials)
-    return [TunedShape(one.setting.tree, one.speedup if one.speedup is not None else one.predicted_speedup,
-                   one.tau if one.tau is not None else one.predicted_tau, one.speedup is not None)
-            for one in report.trials
-            if one.concurrency == lowest and one.setting.method == "drafter" and one.setting.tree is not None]
+        return [TunedShape(cell.tree, cell.speedup, cell.tau, True) for cell in report.cells]
+    lowest = min(trial.concurrency for trial in report.trials)
+    return [TunedShape(trial.setting.tree, trial.speedup if trial.speedup is not None else trial.predicted_speedup,
+                   trial.tau if trial.tau is not None else trial.predicted_tau, trial.speedup is not None)
+            for trial in report.trials
+            if trial.concurrency == lowest and trial.setting.method == "drafter" and trial.setting.tree is not None]
 
 
 def _off_line(axis: str) -> Row:

@@ -1,4 +1,4 @@
-"""The curves of a training: which charts there are, and how their values follow from the metrics of a job.
+"""The curves of a training run: which charts there are, and how their values follow from the metrics of a job.
 
 `CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
 draws that answer, of chosen runs and steps, and again whenever values arrive (`static/curves.js`); `eyrie plots` draws
@@ -73,7 +73,7 @@ def speedups(run: Metrics) -> list[Line]:
 
 X_LABEL = "optimiser step"
 CHARTS = (
-    CurveChart("training-loss", "Loss", "Of the training's batches and of its evaluations.", "loss",
+    CurveChart("training-loss", "Loss", "Of the training batches and of the evaluations.", "loss",
                logged("loss", "evaluation_loss")),
     CurveChart("training-acceptance", "Conditional acceptance by position",
                "How often the draft token at a position is accepted, given that the one before was; of evaluations.",
@@ -99,32 +99,27 @@ RUNG = "rung"
 
 def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
     """Every chart with its values. The metrics are those of the stage `train`."""
-    found: dict[str, dict[str, Values]] = {}
-    for one in metrics:
-        if one.points:
-            found.setdefault(one.key, {})[one.name] = {point.step: point.value for point in one.points}
-    runs = {key: found[key] for key in sorted(found, key=_by_number)}
+    values: dict[str, dict[str, Values]] = {}
+    for line in metrics:
+        if line.points:
+            values.setdefault(line.key, {})[line.name] = {point.step: point.value for point in line.points}
+    # run-2 before run-10: text and numbers alternate.
+    runs = {key: values[key] for key in sorted(values, key=lambda key: [
+        int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))])}
+    charts = []
+    for chart in CHARTS:
+        curves = tuple(
+            contract.Curve(key=key, name=name, number=place, steps=steps,
+                           values=tuple(rounded(points[step]) for step in steps))
+            for key, run in runs.items() for place, name, points in chart.lines(run)
+            for steps in (tuple(sorted(points)),))
+        charts.append(contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
+                                     y_label=chart.y_label, curves=curves))
     return contract.TrainingCurves(
-        charts=tuple(_filled(chart, runs) for chart in CHARTS),
+        charts=tuple(charts),
         runs=tuple(_run(key, run) for key, run in runs.items()),
         rungs=_rungs(runs), themes=THEMES,
         dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
-
-
-def _by_number(key: str) -> list[str | int]:
-    """Orders run-2 before run-10: text and numbers alternate."""
-    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", key))]
-
-
-def _filled(chart: CurveChart, runs: Mapping[str, Metrics]) -> contract.Chart:
-    curves = []
-    for key, run in runs.items():
-        for place, name, values in chart.lines(run):
-            steps = tuple(sorted(values))
-            curves.append(contract.Curve(key=key, name=name, number=place, steps=steps,
-                                         values=tuple(rounded(values[step]) for step in steps)))
-    return contract.Chart(name=chart.name, title=chart.title, caption=chart.caption, x_label=X_LABEL,
-                          y_label=chart.y_label, curves=tuple(curves))
 
 
 def _run(key: str, run: Metrics) -> contract.CurveRun:
@@ -158,11 +153,11 @@ def training_figures(curves: contract.TrainingCurves) -> tuple[contract.Figure, 
 
 def _drawn(chart: contract.Chart, curves: contract.TrainingCurves) -> contract.Figure:
     labels = {run.key: run.label for run in curves.runs}
-    rows: list[Row] = [{"run": labels[one.key], "series": one.name, "step": step, "value": value}
-                       for one in chart.curves for step, value in zip(one.steps, one.values, strict=True)]
+    rows: list[Row] = [{"run": labels[curve.key], "series": curve.name, "step": step, "value": value}
+                       for curve in chart.curves for step, value in zip(curve.steps, curve.values, strict=True)]
     encoding = {"x": number("step", chart.x_label), "y": number("value", chart.y_label), "tooltip": tips(rows)}
     # As `contract.Curve.number` says; `static/curves.js` follows the same rule.
-    names = {one.name: one.number for one in chart.curves}
+    names = {curve.name: curve.number for curve in chart.curves}
     if len(labels) > 1:
         encoding["color"] = series("run", [{"run": label} for label in labels.values()]) | _LEGEND
     else:

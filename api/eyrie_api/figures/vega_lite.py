@@ -74,8 +74,8 @@ def figure(name: FigureName, title: str, caption: str, rows: list[Row], body: Ro
 
 def number(field: str, title: str | None) -> Row:
     """An axis of numbers, which need not begin at zero."""
-    made: Row = {"field": field, "type": "quantitative", "scale": {"zero": False}}
-    return made if title is None else made | {"title": title}
+    axis: Row = {"field": field, "type": "quantitative", "scale": {"zero": False}}
+    return axis if title is None else axis | {"title": title}
 
 
 def series(field: str, rows: Iterable[Row]) -> Row:

@@ -86,21 +86,21 @@ def install(app: FastAPI) -> None:
 
 def render(document: dict[str, Any]) -> str:
     """The page of an OpenAPI document."""
-    operations = [_operation(method.upper(), path, one) for path, methods in document["paths"].items()
-                  for method, one in methods.items()]
+    operations = []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            answers = [_schema_name(answer) for status, answer in operation.get("responses", {}).items()
+                       if status.startswith("2")]
+            operations.append({
+                "method": method.upper(), "path": path, "description": operation.get("description", ""),
+                "parameters": [parameter | {"kind": _kind(parameter.get("schema", {}))}
+                               for parameter in operation.get("parameters", ())],
+                "body": _schema_name(operation.get("requestBody", {})),
+                "answer": next((name for name in answers if name), "")})
     schemas = [(name, {"words": (schema.get("description") or "").split("\n\n")[0],
                        "text": json.dumps(schema, indent=2)})
                for name, schema in sorted(document["components"]["schemas"].items())]
     return _PAGE.render(info=document["info"], operations=operations, schemas=schemas, style=_STYLE)
-
-
-def _operation(method: str, path: str, one: dict[str, Any]) -> dict[str, Any]:
-    answers = [_schema_name(answer) for status, answer in one.get("responses", {}).items() if status.startswith("2")]
-    return {
-        "method": method, "path": path, "description": one.get("description", ""),
-        "parameters": [parameter | {"kind": _kind(parameter.get("schema", {}))}
-                       for parameter in one.get("parameters", ())],
-        "body": _schema_name(one.get("requestBody", {})), "answer": next((name for name in answers if name), "")}
 
 
 def _schema_name(part: dict[str, Any]) -> str:
@@ -112,5 +112,5 @@ def _schema_name(part: dict[str, Any]) -> str:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    options = [one.get("type", "") for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    options = [option.get("type", "") for option in schema.get("anyOf", ()) if option.get("type") != "null"]
     return str(schema.get("type") or " or ".join(filter(None, options)))

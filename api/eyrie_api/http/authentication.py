@@ -16,18 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from eyrie_api.access.browser_sign_in import (
-    INSTALLATION_TOKEN,
-    RECENT_S,
-    USER_SESSION,
-    BrowserSignIn,
-    create_change_token,
-    create_cookie,
-    is_due,
-    signed_in_at,
-    verify_change_token,
-    verify_cookie,
-)
+from eyrie_api.access import browser_sign_in
 from eyrie_api.access.keys import PREFIX, SecretKeys, id_of, principal_of, verify_key
 from eyrie_api.access.oidc import Claims, Issuer
 from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, READS, Principal
@@ -54,11 +43,11 @@ class Authenticator:
         self._token = settings.required_token()
         self._issuer = Issuer.of(settings)
         keys = SecretKeys(settings.required_secret_keys()) if settings.oidc_client_id is not None else SecretKeys()
-        self.sign_in = BrowserSignIn.of(settings, self._issuer, keys)
+        self.sign_in = browser_sign_in.BrowserSignIn.of(settings, self._issuer, keys)
         self._keys, self._projects = ApiKeys(database, clock), Projects(database, clock)
         self._clock, self._elapsed = clock, elapsed
         self._principals: dict[bytes, tuple[Principal, float]] = {}
-        self._known_projects: set[str] = set()
+        self.known_projects: set[str] = set()
         self._limits: dict[str, tuple[int | None, float]] = {}
         self._lock = threading.Lock()
 
@@ -73,8 +62,8 @@ class Authenticator:
             return INSTALLATION
         if not self.requires_token and not token.startswith(PREFIX + "_"):
             return LOCAL
-        found = self._principals.get(_digest(token))
-        return found[0] if found is not None and found[1] > self._elapsed() else None
+        remembered = self._principals.get(_digest(token))
+        return remembered[0] if remembered is not None and remembered[1] > self._elapsed() else None
 
     def authenticate(self, token: str) -> Principal:
         """The principal of a token, by a query of the database or the issuer's keys. Raises Unauthorized."""
@@ -97,37 +86,37 @@ class Authenticator:
 
     def cached_session(self, cookie: str) -> Principal | None:
         """The principal of a cookie, if known without the database; else None."""
-        found = self._principals.get(_cookie_digest(cookie))
-        return found[0] if found is not None and found[1] > self._elapsed() else None
+        remembered = self._principals.get(_cookie_digest(cookie))
+        return remembered[0] if remembered is not None and remembered[1] > self._elapsed() else None
 
     def authenticate_session(self, cookie: str) -> Principal:
         """The principal of a cookie, restricted to reading. Raises Unauthorized."""
         now_s = self._clock().timestamp()
-        if self.sign_in is not None and cookie.startswith(USER_SESSION):
+        if self.sign_in is not None and cookie.startswith(browser_sign_in.USER_SESSION):
             user = self._of_claims(self.sign_in.issuer, self.sign_in.claims_of(cookie, now_s))
             principal = user.model_copy(update={"scopes": READS})
         else:
-            principal = self._holder(verify_cookie(cookie, self._digest_of, now_s), READS)
+            principal = self._holder(browser_sign_in.verify_cookie(cookie, self._digest_of, now_s), READS)
         self._remember(_cookie_digest(cookie), principal)
         return principal
 
     def authenticate_change(self, cookie: str, change: str) -> Principal:
         """The principal of a cookie with a page's proof, which may do what its credential may. Raises Unauthorized."""
         now_s = self._clock().timestamp()
-        if self.sign_in is not None and cookie.startswith(USER_SESSION):
+        if self.sign_in is not None and cookie.startswith(browser_sign_in.USER_SESSION):
             user = self._of_claims(self.sign_in.issuer, self.sign_in.claims_of(cookie, now_s))
             self.sign_in.check_change(change, user.subject, now_s)
             return user
-        credential = verify_cookie(cookie, self._digest_of, now_s)
-        verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
+        credential = browser_sign_in.verify_cookie(cookie, self._digest_of, now_s)
+        browser_sign_in.verify_change_token(change, credential, self._digest_of(credential) or "", now_s)
         return self._holder(credential, frozenset(ACTIONS))
 
     def signed_in_recently(self, cookie: str) -> bool:
         """Whether the holder of a valid cookie signed in within `RECENT_S`."""
         now_s = self._clock().timestamp()
-        if self.sign_in is not None and cookie.startswith(USER_SESSION):
-            return now_s - self.sign_in.signed_in_at(cookie, now_s) < RECENT_S
-        return now_s - signed_in_at(cookie) < RECENT_S
+        if self.sign_in is not None and cookie.startswith(browser_sign_in.USER_SESSION):
+            return now_s - self.sign_in.signed_in_at(cookie, now_s) < browser_sign_in.RECENT_S
+        return now_s - browser_sign_in.signed_in_at(cookie) < browser_sign_in.RECENT_S
 
     def rights_of(self, principal: Principal) -> Principal:
         """All that the credential of a session may do, in place of what its cookie alone may; for pages, which show it
@@ -140,7 +129,7 @@ class Authenticator:
 
     def _holder(self, credential: str, most: frozenset[Action]) -> Principal:
         held = INSTALLATION
-        if credential != INSTALLATION_TOKEN:
+        if credential != browser_sign_in.INSTALLATION_TOKEN:
             record = self._keys.find(credential)
             if record is None:
                 raise Unauthorized("no such API key", "sign in again")
@@ -153,7 +142,8 @@ class Authenticator:
             return self.sign_in.change_token(principal.subject, self._clock().timestamp())
         credential = _credential_of(principal)
         digest = None if principal == LOCAL else self._digest_of(credential)
-        return "" if digest is None else create_change_token(credential, digest, self._clock().timestamp())
+        now_s = self._clock().timestamp()
+        return "" if digest is None else browser_sign_in.create_change_token(credential, digest, now_s)
 
     def session_for(self, principal: Principal) -> str | None:
         """A cookie for the caller of a request; None where requests need no token. Raises InvalidInput for a caller
@@ -165,20 +155,21 @@ class Authenticator:
         if digest is None:
             raise InvalidInput("this caller has no API key, and the console is signed in to with one",
                                "create a key (`eyrie keys create`), and sign in with it")
-        return create_cookie(credential, digest, self._clock().timestamp())
+        return browser_sign_in.create_cookie(credential, digest, self._clock().timestamp())
 
     def renewed(self, cookie: str) -> str | None:
         """A new cookie in place of a valid one that is old enough, else None. A user's ends when it ends."""
-        if cookie.startswith(USER_SESSION):
+        if cookie.startswith(browser_sign_in.USER_SESSION):
             return None
         now_s = self._clock().timestamp()
         credential = cookie.partition(".")[0]
-        digest = self._digest_of(credential) if is_due(cookie, now_s) else None
-        return None if digest is None else create_cookie(credential, digest, now_s, signed_in_at(cookie))
+        digest = self._digest_of(credential) if browser_sign_in.is_due(cookie, now_s) else None
+        return None if digest is None else browser_sign_in.create_cookie(
+            credential, digest, now_s, browser_sign_in.signed_in_at(cookie))
 
     def _digest_of(self, credential: str) -> str | None:
         """SHA-256 of the secret of a credential that is valid now."""
-        if credential == INSTALLATION_TOKEN:
+        if credential == browser_sign_in.INSTALLATION_TOKEN:
             return None if self._token is None else _digest(self._token).hex()
         record, now = self._keys.find(credential), self._clock()
         if record is None or any(end is not None and end <= now for end in (record.revoked_at, record.expires_at)):
@@ -199,27 +190,24 @@ class Authenticator:
 
     def cached_limit(self, project: str) -> tuple[int | None] | None:
         """The project's requests per minute, in a tuple; None when it is not cached."""
-        found = self._limits.get(project)
-        return (found[0],) if found is not None and found[1] > self._elapsed() else None
+        remembered = self._limits.get(project)
+        return (remembered[0],) if remembered is not None and remembered[1] > self._elapsed() else None
 
     def limit(self, project: str) -> int | None:
-        found = self._projects.requests_per_minute(project)
-        self._limits[project] = (found, self._elapsed() + CACHED_S)
-        return found
-
-    def is_known_project(self, name: str) -> bool | None:
-        """Whether there is such a project; None when that is not cached. A project is never deleted."""
-        return True if name in self._known_projects else None
+        per_minute = self._projects.requests_per_minute(project)
+        self._limits[project] = (per_minute, self._elapsed() + CACHED_S)
+        return per_minute
 
     def has_project(self, name: str) -> bool:
-        if name not in self._known_projects and self._projects.exists(name):
-            self._known_projects.add(name)
-        return name in self._known_projects
+        if self._projects.exists(name):
+            self.known_projects.add(name)
+        return name in self.known_projects
 
 
 def _credential_of(principal: Principal) -> str:
     """The id of the caller's key, or `INSTALLATION_TOKEN`."""
-    return INSTALLATION_TOKEN if principal.subject == INSTALLATION.subject else principal.subject.removeprefix("key:")
+    of_installation = principal.subject == INSTALLATION.subject
+    return browser_sign_in.INSTALLATION_TOKEN if of_installation else principal.subject.removeprefix("key:")
 
 
 def _cookie_digest(cookie: str) -> bytes:

@@ -82,15 +82,20 @@ class RunSoFar:
             self.text += (choice.get("delta") or {}).get("content") or ""
             for traced in (choice.get("eyrie") or {}).get("rounds", ()):
                 self.token_ids += [token["token_id"] for token in traced["tokens"]]
-                rounds.append(_round(traced))
+                tokens = tuple(ComparedToken(token=token["token"], drafted=token["drafted"])
+                               for token in traced["tokens"])
+                nodes = tuple(DraftNode(token=node["token"], parent=node["parent"], accepted=node["accepted"])
+                              for node in traced["nodes"])
+                rounds.append(ComparedRound(text="".join(token.token for token in tokens), num_tokens=len(tokens),
+                                            tokens=tokens, nodes=nodes))
         if not self.traced:
             rounds = self._rounds_of(chunk)
         if self._first_at_s is None and (rounds or self._num_held):
             self._first_at_s = now_s
         if not rounds:
             return None
-        self.num_tokens += sum(one.num_tokens for one in rounds)
-        counted = [one.num_tokens for one in rounds if one.num_tokens]
+        self.num_tokens += sum(round_.num_tokens for round_ in rounds)
+        counted = [round_.num_tokens for round_ in rounds if round_.num_tokens]
         if self._num_rounds < 0 and counted:
             self._num_first = counted[0]
         self._num_rounds += len(counted)
@@ -118,18 +123,11 @@ class RunSoFar:
         return rounds
 
 
-def _round(traced: dict[str, Any]) -> ComparedRound:
-    tokens = tuple(ComparedToken(token=one["token"], drafted=one["drafted"]) for one in traced["tokens"])
-    nodes = tuple(DraftNode(token=one["token"], parent=one["parent"], accepted=one["accepted"])
-                  for one in traced["nodes"])
-    return ComparedRound(text="".join(one.token for one in tokens), num_tokens=len(tokens), tokens=tokens, nodes=nodes)
-
-
 def refusal(body: dict[str, Any]) -> InvalidInput:
     """The error of an OpenAI-shaped error object."""
     error = body.get("error")
-    found: dict[str, Any] = error if isinstance(error, dict) else {"message": str(error or "no reason was given")}
-    return InvalidInput(f"the engine refused: {found.get('message')}", found.get("hint") or _TRY_AGAIN)
+    details: dict[str, Any] = error if isinstance(error, dict) else {"message": str(error or "no reason was given")}
+    return InvalidInput(f"the engine refused: {details.get('message')}", details.get("hint") or _TRY_AGAIN)
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ class ServedEndpoint:
     """The one without."""
 
     own_urls: Mapping[int, str]
-    """Base URLs of revisions alone, by number. The others are asked for at `url` by a header, which a gateway of ours
+    """Base URLs of single revisions, by number. The others are requested at `url` with a header that Eyrie's gateway
     reads."""
 
     recorded: RecordedRun | None = None
@@ -164,13 +162,13 @@ class _AnotherRevision(Exception):
 
 def live_revisions(endpoint: Endpoint) -> list[Revision]:
     """The revisions that get requests: the active one, and the canary. Pure."""
-    return [one for one in endpoint.revisions if one.number == endpoint.active_revision or one.state == "canary"]
+    return [rev for rev in endpoint.revisions if rev.number == endpoint.active_revision or rev.state == "canary"]
 
 
 def live_revision(endpoint: Endpoint, *, drafts: bool) -> int | None:
     """The newest of them that drafts, or that does not. Pure."""
-    found = [one.number for one in live_revisions(endpoint) if (one.use.setting.method != "off") == drafts]
-    return max(found, default=None)
+    return max((revision.number for revision in live_revisions(endpoint)
+                if (revision.use.setting.method != "off") == drafts), default=None)
 
 
 async def compare(served: ServedEndpoint, request: CompareRequest) -> AsyncIterator[str]:
@@ -209,7 +207,7 @@ def are_equal(drafted: RunSoFar, undrafted: RunSoFar) -> bool:
     """Whether two complete answers are equal: see `ComparisonEnd`. Pure."""
     if drafted.traced:
         return drafted.token_ids == undrafted.token_ids
-    shorter, longer = sorted((drafted, undrafted), key=lambda one: len(one.text))
+    shorter, longer = sorted((drafted, undrafted), key=lambda run: len(run.text))
     # The limit may cut a character, whose bytes are then U+FFFD.
     return longer.text.startswith(shorter.text.rstrip("\ufffd")) if shorter.is_cut else shorter.text == longer.text
 
@@ -220,18 +218,10 @@ def _why_unavailable(served: ServedEndpoint) -> RunProblem:
     if not served.recorded_prompts:
         return RunProblem(run="undrafted", message=message, hint="the proof of a job in SGLang records "
                           "answers: serve a drafter of a job that this version has proven")
-    named = ", ".join(json.dumps(one if len(one) <= 80 else one[:79] + "...", ensure_ascii=False)
-                      for one in served.recorded_prompts[:3])
+    named = ", ".join(json.dumps(prompt if len(prompt) <= 80 else prompt[:79] + "...", ensure_ascii=False)
+                      for prompt in served.recorded_prompts[:3])
     return RunProblem(run="undrafted", message=message, hint="ask one of the prompts that it recorded (GET "
                       f".../recorded-prompts lists all {len(served.recorded_prompts)}): {named}")
-
-
-def _body(served: ServedEndpoint, run: RunName, request: CompareRequest) -> dict[str, Any]:
-    body = {"model": served.model, "messages": [{"role": "user", "content": request.prompt}], "temperature": 0,
-            "max_tokens": request.max_tokens, "stream": True}
-    if served.engine == "embedded":
-        return body | {"eyrie": {"drafter": run == "drafted", "rounds": True}}
-    return body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEndpoint,
@@ -242,8 +232,12 @@ async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEnd
         raise _AnotherRevision
     own = None if wanted is None else served.own_urls.get(wanted)
     headers = {} if wanted is None else {"x-eyrie-revision": str(wanted)}
+    body: dict[str, Any] = {"model": served.model, "messages": [{"role": "user", "content": request.prompt}],
+                            "temperature": 0, "max_tokens": request.max_tokens, "stream": True}
+    body |= {"eyrie": {"drafter": run == "drafted", "rounds": True}} if switches else {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     async with client.stream("POST", (own or served.url).rstrip("/") + "/chat/completions", headers=headers,
-                             json=_body(served, run, request)) as answer:
+                             json=body) as answer:
         revision = answer.headers.get("x-eyrie-revision", "") if own is None else str(wanted)
         so_far.revision = int(revision) if revision.isdecimal() else None
         if answer.status_code != 200:
@@ -274,11 +268,10 @@ class ProofRecording:
     """See `RecordedRun`."""
 
     def run(self, prompt: str) -> RecordedRun | None:
-        """In place of the undrafted run; None for a prompt that was not asked."""
-        found = next((one for one in self.answers if one.prompt == prompt), None)
-        return None if found is None else RecordedRun(
-            run="undrafted", job_id=self.job_id, text=found.text, num_tokens=found.num_tokens, is_cut=found.is_cut,
-            tokens_per_s=self.tokens_per_s)
+        """In place of the undrafted run; None for a prompt without a recorded answer."""
+        return next((RecordedRun(
+            run="undrafted", job_id=self.job_id, text=answer.text, num_tokens=answer.num_tokens, is_cut=answer.is_cut,
+            tokens_per_s=self.tokens_per_s) for answer in self.answers if answer.prompt == prompt), None)
 
 
 def read_recording(control: Control, endpoint: Endpoint) -> ProofRecording | None:
@@ -287,31 +280,28 @@ def read_recording(control: Control, endpoint: Endpoint) -> ProofRecording | Non
     engine = control.endpoints.serving(endpoint.name).serve.engine.kind
     if engine == "embedded":
         return None
-    for revision in sorted(live_revisions(endpoint), key=lambda one: -one.number):
-        for one in control.files.manifests(revision.job_id) if revision.job_id else ():
-            report = one.manifest.report
+    for revision in sorted(live_revisions(endpoint), key=lambda revision: -revision.number):
+        for finished in control.files.manifests(revision.job_id) if revision.job_id else ():
+            report = finished.manifest.report
             if isinstance(report, ProveReport) and report.engine == engine:
-                answers = _read(control.files, one)
+                answers = _read(control.files, finished)
                 if answers is not None:
-                    return ProofRecording(one.manifest.job_id, answers.answers, undrafted_speed(report))
+                    levels = () if report.load is None else report.load.levels
+                    gaps = (level.total.inter_token_s for level in levels
+                            if (level.variant, level.mode, level.level) == ("off", "closed", 1.0))
+                    return ProofRecording(finished.manifest.job_id, answers.answers, next(
+                        (1.0 / gap.mean for gap in gaps if gap is not None and gap.mean > 0), None))
     return None
 
 
-def _read(files: JobFiles, one: StageManifest) -> RecordedAnswers | None:
+def _read(files: JobFiles, finished: StageManifest) -> RecordedAnswers | None:
     """The recorded answers of a finished proof; None of one without any, or whose files were removed."""
-    entry = next((entry for entry in one.manifest.files if entry.path == ANSWERS_FILE), None)
+    entry = next((entry for entry in finished.manifest.files if entry.path == ANSWERS_FILE), None)
     if entry is None:
         return None
     try:
-        path = files.path(one, entry)
-        content = path.read_bytes() if path is not None else b"".join(files.pieces(one, entry))
+        path = files.path(finished, entry)
+        content = path.read_bytes() if path is not None else b"".join(files.pieces(finished, entry))
     except ArtifactMissing:
         return None
     return RecordedAnswers.model_validate_json(content)
-
-
-def undrafted_speed(report: ProveReport) -> float | None:
-    """Tokens per second of one user without a drafter, from the first token on; None where it was not measured."""
-    levels = () if report.load is None else report.load.levels
-    gaps = (one.total.inter_token_s for one in levels if (one.variant, one.mode, one.level) == ("off", "closed", 1.0))
-    return next((1.0 / gap.mean for gap in gaps if gap is not None and gap.mean > 0), None)

@@ -1,7 +1,7 @@
 """Everything a request handler uses, in one value: repositories, settings, and how to wake the dispatcher of chores.
 
-A handler receives it with the request's scope (`Here`): every repository in it filters by that scope, so that a route
-cannot read or change rows outside of it by forgetting a check.
+A handler receives it with the request's scope (`RequestControl`): every repository in it filters by that scope, so that
+a route cannot read or change rows outside of it by forgetting a check.
 """
 
 from collections.abc import Callable, Mapping
@@ -111,15 +111,10 @@ class Control:
         return True
 
 
-def scoped(request: Request) -> Control:
-    """The control plane, restricted to the scope of the request."""
+async def _scoped(request: Request) -> Control:
     control: Control = request.app.state.control
     return control.within(request.state.access)
 
 
-async def _given(request: Request) -> Control:
-    return scoped(request)
-
-
-Here = Annotated[Control, Depends(_given)]
-"""Parameter type of a handler that needs the control plane."""
+RequestControl = Annotated[Control, Depends(_scoped)]
+"""Parameter type of a handler that needs the control plane, restricted to the scope of the request."""

@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.contract.status import Event
 from eyrie_api.database.engine import Database
-from eyrie_api.database.rendering import render_event
+from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import EventRow, JobRow
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,12 @@ class EventFanout:
     async def begin(self, subscriber: Subscriber, after: int) -> None:
         """Start delivery to a subscriber that has every event up to `after`."""
         # A client may send any Last-Event-ID, also one above every id there is: never start beyond the newest event.
-        newest = await to_thread.run_sync(self._newest_id, subscriber.job_id, limiter=self._limiter)
+        def newest_id() -> int:
+            query = select(func.max(EventRow.id)).where(EventRow.job_id == subscriber.job_id)
+            with self._database.reading() as session:
+                return session.execute(query).scalar() or 0
+
+        newest = await to_thread.run_sync(newest_id, limiter=self._limiter)
         if subscriber.job.delivered_id is None:
             subscriber.job.delivered_id = min(after, newest)
 
@@ -131,14 +136,9 @@ class EventFanout:
             for subscriber in job.subscribers:
                 subscriber.batches.put_nowait(batch)
 
-    # The methods below run in a thread.
-
-    def _newest_id(self, job_id: str) -> int:
-        with self._database.reading() as session:
-            return session.execute(select(func.max(EventRow.id)).where(EventRow.job_id == job_id)).scalar() or 0
-
     def _fetch(self, delivered: Mapping[str, int]) -> dict[str, EventBatch]:
-        """The batch of each job after the id delivered last. A job with nothing to report is left out."""
+        """The batch of each job after the id delivered last; runs in a thread. A job with nothing to report is left
+        out."""
         last = select(func.max(EventRow.id)).where(EventRow.job_id == JobRow.id).scalar_subquery()
         batches: dict[str, EventBatch] = {}
         with self._database.reading() as session:
@@ -154,7 +154,7 @@ class EventFanout:
             events = rows.get(job_id, ())
             ended = current[job_id][0] and len(events) < _MAX_BATCH  # a full batch: more events may follow
             if events or ended:
-                batches[job_id] = EventBatch(tuple((row.id, message_of(render_event(row))) for row in events), ended)
+                batches[job_id] = EventBatch(tuple((row.id, message_of(render(Event, row))) for row in events), ended)
         return batches
 
 

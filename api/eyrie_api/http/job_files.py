@@ -39,12 +39,7 @@ class JobFiles:
     """Reads files of jobs. `store` is the work area; None where job directories are under the home."""
 
     def __init__(self, settings: Settings, store: ArtifactStore | None) -> None:
-        self._settings, self._store = settings, store
-
-    @property
-    def store(self) -> ArtifactStore | None:
-        """The work area, where that is a store."""
-        return self._store
+        self._settings, self.store = settings, store
 
     @classmethod
     def of(cls, settings: Settings) -> "JobFiles":
@@ -55,60 +50,48 @@ class JobFiles:
 
     def manifests(self, job_id: str) -> tuple[StageManifest, ...]:
         """Every finished stage. Raises StoreUnavailable."""
-        if self._store is not None:
-            for stored in self._store.list(f"jobs/{job_id}/stages"):
-                if stored.key.endswith(f"/{MANIFEST}"):
-                    self._download(stored.key)
+        if self.store is not None:
+            for stored in self.store.list(f"jobs/{job_id}/stages"):
+                path = self._settings.home.absolute() / stored.key
+                # A later attempt may have run prove again; the manifests of the other stages are immutable.
+                if path.name == MANIFEST and (path.parent.name == "prove" or not path.is_file()):
+                    write_atomically(path, self.store.read(stored.key))
         return read_manifests(self._settings.job_dir(job_id))
-
-    @property
-    def have_directory(self) -> bool:
-        """Whether this machine has a directory of jobs."""
-        return (self._settings.home / "jobs").is_dir()
 
     def all_files(self) -> Iterator[tuple[str, int]]:
         """Every file of every job with its size, in order of name. Raises StoreUnavailable, StoreAccessDenied,
         OSError."""
-        return files_in_home(self._settings.home) if self._store is None else files_in_store(self._store)
+        return files_in_home(self._settings.home) if self.store is None else files_in_store(self.store)
 
     def record(self, place: str) -> bytes:
         """A small file by its path below the home. Raises ArtifactMissing, StoreUnavailable."""
-        return read_in_home(self._settings.home, place) if self._store is None else self._store.read(place)
-
-    def _download(self, key: str) -> None:
-        path = self._settings.home.absolute() / key
-        if path.is_file() and path.parent.name != "prove":  # a later attempt may have run prove again
-            return
-        assert self._store is not None
-        data = self._store.read(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, data)
+        return read_in_home(self._settings.home, place) if self.store is None else self.store.read(place)
 
     def log(self, job_id: str, stage: str, key: str, offset: int, most: int) -> bytes | None:
         """A stage's log from `offset`, at most `most` bytes; None when there is none. Raises StoreUnavailable."""
         path = self._settings.stage_dir(job_id, stage, key) / "log.txt"
-        if self._store is None:
+        if self.store is None:
             try:
                 with path.open("rb") as file:
                     file.seek(offset)
                     return file.read(most)
             except FileNotFoundError:
                 return None
-        stored = self._store.stat(self._key(path))
+        stored = self.store.stat(self._key(path))
         if stored is None:
             return None
         length = min(most, stored.size_bytes - offset)
-        return self._store.read(self._key(path), start=offset, length=length) if length > 0 else b""
+        return self.store.read(self._key(path), start=offset, length=length) if length > 0 else b""
 
-    def path(self, one: StageManifest, entry: FileEntry) -> Path | None:
+    def path(self, stage: StageManifest, entry: FileEntry) -> Path | None:
         """Path of a finished stage's file on this machine; None where `pieces` reads it from the store.
 
         Raises ArtifactCorrupt for a path that is not a file in the stage's directory, and for bytes that differ from
         the manifest's digest.
         """
-        if self._store is not None:
+        if self.store is not None:
             return None
-        root, file = one.directory.resolve(), (one.directory / entry.path).resolve()
+        root, file = stage.directory.resolve(), (stage.directory / entry.path).resolve()
         if not file.is_relative_to(root) or not file.is_file():
             raise ArtifactCorrupt(f"{entry.path!r} is in the manifest but is not a file of its stage's directory",
                                   "retry the job from that stage")
@@ -117,21 +100,21 @@ class JobFiles:
                                   "retry the job from that stage")
         return file
 
-    def pieces(self, one: StageManifest, entry: FileEntry) -> Iterator[bytes]:
+    def pieces(self, stage: StageManifest, entry: FileEntry) -> Iterator[bytes]:
         """A finished stage's file from the store. Raises ArtifactMissing before the first piece, StoreUnavailable, and
         ArtifactCorrupt in place of the last piece: the response is then shorter than announced, and clients fail."""
-        assert self._store is not None
-        key = self._key(one.directory / entry.path)
-        if self._store.stat(key) is None:
+        assert self.store is not None
+        key = self._key(stage.directory / entry.path)
+        if self.store.stat(key) is None:
             raise ArtifactMissing(f"{entry.path!r} is in the manifest but not in the store",
                                   "retry the job from that stage")
         return self._read(key, entry)
 
     def _read(self, key: str, entry: FileEntry) -> Iterator[bytes]:
-        assert self._store is not None
+        assert self.store is not None
         sha = hashlib.sha256()
         for start in range(0, entry.size_bytes, PIECE_BYTES):
-            piece = self._store.read(key, start=start, length=min(PIECE_BYTES, entry.size_bytes - start))
+            piece = self.store.read(key, start=start, length=min(PIECE_BYTES, entry.size_bytes - start))
             sha.update(piece)
             if start + PIECE_BYTES >= entry.size_bytes and "sha256:" + sha.hexdigest() != entry.sha256:
                 raise ArtifactCorrupt(f"{key} differs from the digest in its manifest", "retry the job from that stage")

@@ -17,28 +17,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from sqlalchemy import select
 
 from eyrie_api.access.scope import Scope
-from eyrie_api.artifacts.storage_usage import (
-    MAY_READ,
-    JobFacts,
-    RemovalDecision,
-    group_files,
-    named_by,
-    plan_removal,
-    reused_by,
-    served_by,
-    states_of,
-)
+from eyrie_api.artifacts import storage_usage
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.storage import JobStorage, ProjectStorage, StoragePage, StoredFiles
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.rendering import decode_size_cursor, encode_size_cursor
+from eyrie_api.database.rendering import SIZE_CURSOR, decode_cursor, encode_cursor
 from eyrie_api.database.tables import JobRow, StageRow
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.full_disk import total_and_free_bytes
@@ -57,15 +46,12 @@ MAX_FILES, MAX_S = 500_000, 120.0
 class StorageNotMeasured(Transient):
     """The first measurement has not ended."""
 
-    reason = "StorageNotMeasured"
-
 
 class JobFilesUnavailable(Permanent):
     """This server has no directory with the files of jobs, or cannot read it."""
 
     http_status = 503
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "JobFilesUnavailable"
 
 
 @dataclass(frozen=True)
@@ -74,40 +60,29 @@ class JobOwner:
 
     name: str | None
     project: str
-    facts: JobFacts
+    facts: storage_usage.JobFacts
 
 
-class JobOwners:
-    """All jobs of one database; not filtered by a scope."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def read(self) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
-        """Job id -> owner; (job, checkpoint) of what jobs may still read, as `storage_usage.read_by`; and the jobs that
-        may still copy states of others, as `storage_usage.that_have_not`."""
-        columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
-        with self._database.reading() as session:
-            rows = session.execute(columns).all()
-            owners = {row.id: JobOwner(row.name, row.project, JobFacts(row.phase, _best(row.status))) for row in rows}
-            capturing = [row.id for row in rows if row.phase in MAY_READ and not _has(row.status, "Captured")]
-            specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(MAY_READ))))
-            return owners, named_by(JobSpec.model_validate(spec) for spec in specs), capturing
-
-    def have_run(self) -> bool:
-        """Whether a stage of a job has begun, and files must be somewhere."""
-        query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
-        with self._database.reading() as session:
-            return session.scalars(query).first() is not None
+def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str, str]], list[str]]:
+    """Job id -> owner, of all jobs; (job, checkpoint) of what jobs may still read, as `storage_usage.read_by`; and the
+    jobs that may still copy states of others, as `storage_usage.that_have_not`."""
+    columns = select(JobRow.id, JobRow.name, JobRow.project, JobRow.phase, JobRow.status)
+    with database.reading() as session:
+        rows = session.execute(columns).all()
+        owners = {row.id: JobOwner(row.name, row.project, storage_usage.JobFacts(
+            row.phase, (row.status.get("best") or {}).get("checkpoint"))) for row in rows}
+        captured = {row.id for row in rows for condition in row.status.get("conditions", ())
+                    if condition["type"] == "Captured" and condition["status"] == "True"}
+        capturing = [row.id for row in rows if row.phase in storage_usage.MAY_READ and row.id not in captured]
+        specs = session.scalars(select(JobRow.spec).where(JobRow.phase.in_(sorted(storage_usage.MAY_READ))))
+        return owners, storage_usage.named_by(JobSpec.model_validate(spec) for spec in specs), capturing
 
 
-def _has(status: dict[str, Any], condition: str) -> bool:
-    return any(one["type"] == condition and one["status"] == "True" for one in status.get("conditions", ()))
-
-
-def _best(status: dict[str, object]) -> str | None:
-    best = status.get("best")
-    return str(best["checkpoint"]) if isinstance(best, dict) and best.get("checkpoint") else None
+def have_run(database: Database) -> bool:
+    """Whether a stage of a job has begun, and files must be somewhere."""
+    query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
+    with database.reading() as session:
+        return session.scalars(query).first() is not None
 
 
 @dataclass(frozen=True)
@@ -136,7 +111,7 @@ class JobStorageMeter:
     def page(self, scope: Scope, *, limit: int, cursor: str | None = None) -> StoragePage:
         """What `scope` sees of the latest measurement. Raises InvalidInput for an invalid cursor, StorageNotMeasured,
         JobFilesUnavailable, StoreUnavailable and StoreAccessDenied."""
-        after = None if cursor is None else decode_size_cursor(cursor)
+        after = None if cursor is None else decode_cursor(cursor, SIZE_CURSOR)
         return page_of(self.latest(), scope, self._files.store is not None, limit, after)
 
     def latest(self) -> Measurement:
@@ -153,7 +128,7 @@ class JobStorageMeter:
             latest = running
         if latest is None:
             raise StorageNotMeasured("the files of jobs are being measured for the first time since the server started",
-                                     "ask again in a few seconds")
+                                     "try again in a few seconds")
         return latest.result()
 
     def _run(self, outcome: "Future[Measurement]") -> None:
@@ -165,26 +140,27 @@ class JobStorageMeter:
             self._latest, self._running, self._ended = outcome, None, time.monotonic()
 
     def _measure(self) -> Measurement:
-        files, owners, measured_at = self._files, JobOwners(self._database), utc_now()
+        files, measured_at = self._files, utc_now()
         disk = None
         if files.store is None:
-            if not files.have_directory and owners.have_run():
+            if not (self._settings.home / "jobs").is_dir() and have_run(self._database):
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")
             disk = total_and_free_bytes(self._settings.home)
         listing = _Bounded(files.all_files(), self._max_files, self._max_s)
         try:
-            items = group_files(listing)
+            items = storage_usage.group_files(listing)
         except OSError as error:
             log.warning("%s cannot be read: %s", error.filename, error.strerror)
             # Without the path: the caller may not be one who may know the job.
             raise JobFilesUnavailable(f"a directory of a job cannot be read: {error.strerror}",
                                       "the server's log names it; correct its owner and mode") from error
-        # After the files: a job submitted meanwhile is known, and one deleted meanwhile is nobody's.
-        jobs, read, capturing = owners.read()
-        read |= states_of(reused_by(capturing, files.record))
-        served = served_by(Endpoints(self._database).list().items)
-        decided = plan_removal(items, {job_id: job.facts for job_id, job in jobs.items()}, served, read).decisions
+        # After the files: a job that was submitted meanwhile has an owner, and one that was deleted has none.
+        jobs, read, capturing = read_owners(self._database)
+        read |= storage_usage.states_of(storage_usage.reused_by(capturing, files.record))
+        served = storage_usage.served_by(Endpoints(self._database).list().items)
+        facts = {job_id: job.facts for job_id, job in jobs.items()}
+        decided = storage_usage.plan_removal(items, facts, served, read).decisions
         return Measurement(by_job(decided, jobs), measured_at, listing.incomplete, disk)
 
 
@@ -207,22 +183,22 @@ class _Bounded:
             yield file
 
 
-def by_job(decisions: Iterable[RemovalDecision], owners: dict[str, JobOwner]) -> tuple[JobStorage, ...]:
+def by_job(decisions: Iterable[storage_usage.RemovalDecision], owners: dict[str, JobOwner]) -> tuple[JobStorage, ...]:
     """Decisions grouped by job, the largest job first."""
     gathered: dict[str, list[StoredFiles]] = defaultdict(list)
-    for one in decisions:
-        gathered[one.item.job_id].append(StoredFiles(
-            kind=one.item.kind, name=one.item.name, size_bytes=one.item.size_bytes, removable=one.removable,
-            reason=one.reason))
-    made = []
+    for decision in decisions:
+        item = decision.item
+        gathered[item.job_id].append(StoredFiles(kind=item.kind, name=item.name, size_bytes=item.size_bytes,
+                                                 removable=decision.removable, reason=decision.reason))
+    jobs = []
     for job_id, files in gathered.items():
         owner = owners.get(job_id)
-        made.append(JobStorage(
+        jobs.append(JobStorage(
             job_id=job_id, name=owner.name if owner else None, project=owner.project if owner else None,
-            phase=owner.facts.phase if owner else None, size_bytes=sum(one.size_bytes for one in files),
-            removable_bytes=sum(one.size_bytes for one in files if one.removable),
-            files=tuple(sorted(files, key=lambda one: (-one.size_bytes, one.kind, one.name)))))
-    return tuple(sorted(made, key=_rank))
+            phase=owner.facts.phase if owner else None, size_bytes=sum(stored.size_bytes for stored in files),
+            removable_bytes=sum(stored.size_bytes for stored in files if stored.removable),
+            files=tuple(sorted(files, key=lambda stored: (-stored.size_bytes, stored.kind, stored.name)))))
+    return tuple(sorted(jobs, key=_rank))
 
 
 def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,
@@ -231,23 +207,21 @@ def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,
     seen = [job for job in measured.jobs if scope.permits("jobs:read", job.project)]
     rest = [job for job in seen if after is None or _rank(job) > (-after[0], after[1])]
     items = tuple(rest[:limit])
-    more = encode_size_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
+    more = encode_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
+    by_project: dict[str | None, list[JobStorage]] = defaultdict(list)
+    for job in seen:
+        by_project[job.project].append(job)
+    projects = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
+                               removable_bytes=sum(job.removable_bytes for job in held))
+                for project, held in by_project.items())
     disk = measured.disk if measured.disk and scope.permits("jobs:read", None) else (None, None)
     return StoragePage(
-        items=items, next_cursor=more, projects=_by_project(seen), size_bytes=sum(job.size_bytes for job in seen),
+        items=items, next_cursor=more,
+        projects=tuple(sorted(projects, key=lambda storage: (-storage.size_bytes, storage.project or ""))),
+        size_bytes=sum(job.size_bytes for job in seen),
         removable_bytes=sum(job.removable_bytes for job in seen), measured_at=measured.measured_at,
         incomplete=measured.incomplete, place="store" if in_store else "disk", disk_total_bytes=disk[0],
         disk_free_bytes=disk[1])
-
-
-def _by_project(jobs: Iterable[JobStorage]) -> tuple[ProjectStorage, ...]:
-    gathered: dict[str | None, list[JobStorage]] = defaultdict(list)
-    for job in jobs:
-        gathered[job.project].append(job)
-    made = (ProjectStorage(project=project, num_jobs=len(found), size_bytes=sum(job.size_bytes for job in found),
-                           removable_bytes=sum(job.removable_bytes for job in found))
-            for project, found in gathered.items())
-    return tuple(sorted(made, key=lambda one: (-one.size_bytes, one.project or "")))
 
 
 def _rank(job: JobStorage) -> tuple[int, str]:

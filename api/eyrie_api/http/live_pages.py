@@ -1,7 +1,7 @@
 """Fan-out of console pages to their streams: each page is rendered once per process for all who may see the same.
 
-A page that asked for itself every few seconds would be rendered for each reader, changed or not. Here one task per
-process renders, in one thread of its own, and every stream of a page passes the same text on.
+If each browser requested its page every few seconds, the page would be rendered for each reader, changed or not. Here
+one task per process renders, in one thread of its own, and every stream of a page sends the same text.
 
     version   of all jobs with open pages, by two statements per poll: status, last event, stages with progress
     render    the pages whose version has changed, and those that are `_REFRESH_S` old: what they show of time, of the
@@ -186,8 +186,9 @@ class LivePages:
                 del self._pages[key]
 
     def _heartbeat(self, stale: tuple[datetime, str] | None) -> bytes:
-        said = None if stale is None else {"since": stale[0].isoformat(), "reason": stale[1]}
-        return f"event: heartbeat\ndata: {json.dumps({'interval_s': self._heartbeat_s, 'stale': said})}\n\n".encode()
+        reported = None if stale is None else {"since": stale[0].isoformat(), "reason": stale[1]}
+        data = json.dumps({"interval_s": self._heartbeat_s, "stale": reported})
+        return f"event: heartbeat\ndata: {data}\n\n".encode()
 
     async def _poll(self) -> None:
         """Poll for as long as there are readers."""
@@ -210,37 +211,33 @@ class LivePages:
         stale_s = _REFRESH_S[key.job_id is not None and not page.is_broken]
         if is_due(version != page.version, age, stale_s, page.took_s):
             took_s, message = await to_thread.run_sync(_message, page.render, limiter=self._limiter)
-            self._deliver(key, page, message)
+            if message[0] not in (b"", page.message):
+                page.message, page.is_last = message
+                if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
+                    del self._pages[key]
+                page.wake()
             is_first = page.rendered_at == float("-inf")  # it compiles templates: no measure of the next
             page.took_s = 0.0 if is_first else took_s
             page.version, page.rendered_at, page.is_broken = version, time.monotonic(), not message[0]
         page.polled(_NOT_RENDERED if page.is_broken else "")
 
-    def _deliver(self, key: PageKey, page: _OpenPage, message: tuple[bytes, bool]) -> None:
-        if message[0] in (b"", page.message):
-            return
-        page.message, page.is_last = message
-        if page.is_last and self._pages.get(key) is page:  # a job that is retried begins a new page
-            del self._pages[key]
-        page.wake()
-
     # The functions below run in a thread.
 
     def _versions(self, job_ids: Iterable[str]) -> Mapping[str, object]:
         """Job -> a value that differs once its page shows something else. A deleted job is left out."""
-        found: dict[str, list[object]] = {}
+        versions: dict[str, list[object]] = {}
         ids = sorted(job_ids)
         last = select(func.max(EventRow.id)).where(EventRow.job_id == JobRow.id).scalar_subquery()
         for part in (ids[at:at + _MAX_BATCH] for at in range(0, len(ids), _MAX_BATCH)):
             with self._database.reading() as session:
                 for row in session.execute(select(JobRow.id, JobRow.updated_at, JobRow.cancel_requested, last)
                                            .where(JobRow.id.in_(part))):
-                    found[row[0]] = [tuple(row)]
+                    versions[row[0]] = [tuple(row)]
                 stages = select(StageRow.job_id, StageRow.stage, StageRow.key, StageRow.state, StageRow.attempt,
                                 StageRow.progress, StageRow.message).where(StageRow.job_id.in_(part))
                 for row in session.execute(stages.order_by(StageRow.job_id, StageRow.stage, StageRow.key)):
-                    found[row[0]].append(tuple(row))
-        return found
+                    versions[row[0]].append(tuple(row))
+        return versions
 
 
 def is_due(has_changed: bool, age_s: float, stale_s: float, took_s: float) -> bool:

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
 
 from eyrie_api.access.browser_sign_in import CHANGE_HEADER, COOKIE, RECENT_S
-from eyrie_api.access.limits import buckets_of, require
+from eyrie_api.access.limits import Buckets, LocalBuckets, SharedBuckets, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.audit import Audit
@@ -71,8 +71,8 @@ def _header(request: Request, name: bytes) -> str:
 
 def _bearer(request: Request) -> str:
     """The bearer token; empty without one."""
-    scheme, _, given = _header(request, b"authorization").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
+    scheme, _, token = _header(request, b"authorization").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_target(request: Request) -> None:
@@ -100,9 +100,9 @@ def check_text(body: bytes | bytearray) -> None:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"the body is not UTF-8 (byte {error.start})", "send JSON in UTF-8") from None
     # Most bodies end here. The second pattern passes over whole pairs, and over backslashes that are escaped.
-    if _IMPOSSIBLE.search(body) and (found := _TEXT_THEN_IMPOSSIBLE.match(body)):
-        escape = body[found.end() - 2:found.end() + 4].decode(errors="replace")
-        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {found.end() - 2}'}",
+    if _IMPOSSIBLE.search(body) and (match := _TEXT_THEN_IMPOSSIBLE.match(body)):
+        escape = body[match.end() - 2:match.end() + 4].decode(errors="replace")
+        raise InvalidInput(f"the body has the character {escape} at {_pointer(body) or f'byte {match.end() - 2}'}",
                            "leave out NUL characters and halves of surrogate pairs")
 
 
@@ -114,13 +114,13 @@ def _pointer(body: bytes | bytearray) -> str:
         return ""
     while open_values:
         pointer, value = open_values.pop()
-        if isinstance(value, str) and ("\0" in value or any("\ud800" <= one <= "\udfff" for one in value)):
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return pointer
         if isinstance(value, dict):
             open_values += [(f"{pointer}/{ascii(name)[1:-1]}", part)
-                            for name, one in value.items() for part in (name, one)]
+                            for name, member in value.items() for part in (name, member)]
         elif isinstance(value, list):
-            open_values += [(f"{pointer}/{number}", one) for number, one in enumerate(value)]
+            open_values += [(f"{pointer}/{number}", part) for number, part in enumerate(value)]
     return ""
 
 
@@ -129,7 +129,9 @@ class AccessMiddleware:
 
     def __init__(self, app: ASGIApp, settings: Settings, authenticator: Authenticator, audit: Audit) -> None:
         self._app, self._settings = app, settings
-        self._authenticator, self._audit, self._buckets = authenticator, audit, buckets_of(settings)
+        self._authenticator, self._audit = authenticator, audit
+        shared = settings.broker_url.startswith("redis")
+        self._buckets: Buckets = SharedBuckets(settings.broker_url) if shared else LocalBuckets()
         self._anonymous_audited_until = 0.0
 
     async def __call__(self, request: Request, receive: Receive, send: Send) -> None:
@@ -167,7 +169,10 @@ class AccessMiddleware:
             await self._limit(access)
             self._check_recent(request)
             request.setdefault("state", {})["access"] = access
-            self._check_body(request)
+            length, most = _header(request, b"content-length"), self._settings.max_body_bytes
+            if length.isdigit() and int(length) > most:
+                raise _too_large(f"{length} bytes", most)
+            check_json(request["method"], Headers(scope=request))
             ended = asyncio.Event()
             await self._app(request, self._counted(request, receive, ended),
                             self._while_authorised(request, access, send_with_id, ended))
@@ -247,7 +252,7 @@ class AccessMiddleware:
             return access
         assert access.principal is not None
         has_role = bool({name, ALL_PROJECTS} & access.principal.roles.keys())
-        exists = (self._authenticator.is_known_project(name)
+        exists = (name in self._authenticator.known_projects  # a project is never deleted
                   or await to_thread.run_sync(self._authenticator.has_project, name))
         if not (has_role and exists):
             raise NotFound(f"no project {name!r}", "list the projects you are in")
@@ -268,12 +273,6 @@ class AccessMiddleware:
         if limit is not None:
             bucket = f"project {project!r}"
             require(await self._buckets.take(bucket, limit), bucket, limit)
-
-    def _check_body(self, request: Request) -> None:
-        content_length = _header(request, b"content-length")
-        if content_length.isdigit() and int(content_length) > (most := self._settings.max_body_bytes):
-            raise _too_large(f"{content_length} bytes", most)
-        check_json(request["method"], Headers(scope=request))
 
     def _counted(self, request: Request, receive: Receive, ended: asyncio.Event) -> Receive:
         received, complete, most = bytearray(), False, self._settings.max_body_bytes
@@ -304,19 +303,16 @@ class AccessMiddleware:
                 return
             if message["type"] == "http.response.body" and time.monotonic() - checked_at > _REAUTHENTICATE_S:
                 checked_at = time.monotonic()
-                if not await self._is_authorised(request, access):
+                try:
+                    is_authorised = await self._caller(request) == access.principal
+                except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, once the database is back
+                    is_authorised = False
+                if not is_authorised:
                     ended.set()
                     message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
         return send_if_authorised
-
-    async def _is_authorised(self, request: Request, access: Scope) -> bool:
-        """Whether the request's token still gives the same principal."""
-        try:
-            return await self._caller(request) == access.principal
-        except (Unauthorized, *DATABASE_ERRORS):  # the client connects again, and is answered once the database is back
-            return False
 
     async def _audit_refusal(self, request: Request, access: Scope | None, status: int,
                              request_id: str) -> EyrieError | None:
@@ -346,7 +342,7 @@ def _too_large(size: str, most: int) -> TooLarge:
 def _verb(request: Request) -> str:
     """The name of the requested route, also when the request was refused before it."""
     routes = request["app"].state.routes
-    return next((str(one.name) for one in routes if one.matches(request)[0] is Match.FULL), str(request["method"]))
+    return next((str(route.name) for route in routes if route.matches(request)[0] is Match.FULL), request["method"])
 
 
 async def _first(receive: Receive, ended: asyncio.Event) -> Message:

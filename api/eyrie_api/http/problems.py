@@ -37,23 +37,17 @@ DATABASE_ERRORS = (OperationalError, InterfaceError, TimeoutError)
 class DatabaseUnavailable(Transient):
     """The database is unavailable, or has aborted a transaction. Changes confirmed before are committed."""
 
-    reason = "DatabaseUnavailable"
-
 
 class MethodNotAllowed(EyrieError):
     """The route exists, the method does not."""
 
     http_status = 405
-    reason = "MethodNotAllowed"
-
-
-def title_of(reason: str) -> str:
-    """`TargetNotFound` -> `Target not found`."""
-    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: " " + found[1].lower(), reason)
 
 
 def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
-    return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
+    # `TargetNotFound` has the title `Target not found`.
+    title = re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: " " + match[1].lower(), error.reason)
+    return Problem(type=TYPE_PREFIX + error.reason, title=title, status=error.http_status,
                    detail=error.message, hint=error.hint, instance=instance)
 
 
@@ -153,15 +147,15 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = [_explain(one) for one in error.errors()]
-    first = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    hints = [str(one["hint"]) for one in found if "hint" in one]
+    explained = [_explain(fault) for fault in error.errors()]
+    first = explained[0]
+    more = f" (and {len(explained) - 1} more)" if len(explained) > 1 else ""
+    hints = [str(fault["hint"]) for fault in explained if "hint" in fault]
     problem = Problem(
         type=TYPE_PREFIX + "InvalidInput", title="Invalid input", status=422, instance=request.url.path,
         detail=f"{first['pointer'] or first.get('parameter', 'the body')}: {first['rule']}{more}",
         hint=hints[0] if hints else "correct the fields named in `errors`; /docs shows the schema with examples",
-        errors=tuple(found))
+        errors=tuple(explained))
     return respond(problem)
 
 

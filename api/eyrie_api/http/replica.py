@@ -43,7 +43,6 @@ class TablesMissing(Transient):
     """The database cannot be reached, or its tables are older than this program."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "TablesMissing"
 
 
 def serve(settings: Settings) -> None:
@@ -82,41 +81,34 @@ def _taken_elsewhere(name: str) -> None:
     raise AssertionError(f"an API server gives chores and takes none; it was given {name}")
 
 
-def await_tables(database: Database, timeout_s: float, *, pause: Callable[[float], None] = time.sleep) -> SchemaState:
-    """Wait until the tables are as new as this program or newer; return their state. Raises TablesMissing."""
-    return _await(database, timeout_s, pause, ("current", "ahead"))
-
-
 def migrate_when_there(database: Database, timeout_s: float, *,
                        pause: Callable[[float], None] = time.sleep) -> SchemaState:
     """Wait for the database, then upgrade the tables. Raises TablesMissing when it does not respond in time."""
-    _await(database, timeout_s, pause, ("behind", "current", "ahead"))
+    await_tables(database, timeout_s, ("behind", "current", "ahead"), pause=pause)
     upgrade(database)
     return schema_state(database)
 
 
-def _words(database: Database, error: SQLAlchemyError) -> str:
-    """What the driver says, without the password."""
-    words = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:500]
-    password = database.engine.url.password
-    return words.replace(str(password), "***") if password else words
-
-
-def _await(database: Database, timeout_s: float, pause: Callable[[float], None],
-           enough: tuple[SchemaState, ...]) -> SchemaState:
-    until, said = time.monotonic() + timeout_s, ""
+def await_tables(database: Database, timeout_s: float, enough: tuple[SchemaState, ...] = ("current", "ahead"), *,
+                 pause: Callable[[float], None] = time.sleep) -> SchemaState:
+    """Wait until the tables are in one of these states, by default as new as this program or newer; return it. Raises
+    TablesMissing."""
+    until, logged = time.monotonic() + timeout_s, ""
     while True:
         try:
-            found: SchemaState | None = schema_state(database)
+            state: SchemaState | None = schema_state(database)
             reason, hint = "its tables are older than this program, or not there", "run `eyrie migrate` on it"
         except SQLAlchemyError as error:
-            found, reason = None, f"it does not answer: {_words(database, error)}"
+            words = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())[:500]
+            password = database.engine.url.password
+            words = words.replace(str(password), "***") if password else words
+            state, reason = None, f"it does not answer: {words}"
             hint = "check EYRIE_DATABASE_URL (host, user, password, database), and that the server runs"
-        if found in enough:
-            return found
+        if state in enough:
+            return state
         if time.monotonic() >= until:
             raise TablesMissing(f"after {timeout_s:g} s the database is not ready: {reason}", hint)
-        if reason != said:  # at the first attempt: whoever waits for a pod reads its log
+        if reason != logged:  # at the first attempt: whoever waits for a pod reads its log
             log.warning("the database is not ready, waiting for up to %g s: %s; hint: %s", timeout_s, reason, hint)
-            said = reason
+            logged = reason
         pause(min(_POLL_S, max(0.0, until - time.monotonic())))

@@ -80,6 +80,8 @@ class ClusterUnavailable(Transient):
 class VersionGone(ClusterUnavailable):
     """The API server no longer has the changes since the resourceVersion of a watch."""
 
+    reason = "ClusterUnavailable"
+
 
 class Cluster:
     """One cluster, by the kubeconfig of the environment or the service account of the pod."""

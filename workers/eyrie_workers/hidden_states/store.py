@@ -63,6 +63,8 @@ _MAX_TOKENS_KEPT = 32 * 2**20
 class StoreDamaged(ArtifactCorrupt):
     """Bytes of a store differ from their digest, or are missing."""
 
+    reason = "ArtifactCorrupt"
+
     def __init__(self, backend: str, damage: "Damage") -> None:
         super().__init__(f"{damage.shard} in {backend} is damaged: {damage}",
                          "run capture again: it writes this shard again and keeps the others")

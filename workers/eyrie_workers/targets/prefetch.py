@@ -45,7 +45,7 @@ from eyrie_api.errors import (
     Transient,
     report_error,
 )
-from eyrie_api.full_disk import ROOM, is_full, total_and_free_bytes
+from eyrie_api.full_disk import MIN_FREE_BYTES, is_full, total_and_free_bytes
 from eyrie_api.quantities import duration, size
 from eyrie_workers.targets import model_cache
 from eyrie_workers.targets.model_cache import CachedFile, CachedModel
@@ -283,7 +283,7 @@ class _Filling:
             missing = sum(file.size_bytes for name, file in self._listed.items()
                           if not (self._snapshot / name).exists())
             total, free = total_and_free_bytes(self._home)
-            if free >= missing + ROOM:
+            if free >= missing + MIN_FREE_BYTES:
                 return
             if total < missing:
                 raise DiskTooSmall(

@@ -21,16 +21,16 @@ from eyrie_api.contract.access import Action, WebhookEvent
 from eyrie_api.contract.model import Name
 from eyrie_api.errors import EyrieError
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
 _ENTRIES, _JOBS = 50, 50
-_EVENTS = tuple(one for one in get_args(WebhookEvent) if one != "ping")
+_EVENTS = tuple(event for event in get_args(WebhookEvent) if event != "ping")
 
 
 @router.get("/console/admin", response_class=HTMLResponse)
-def admin(control: Here, request: Request) -> Response:
+def admin(control: RequestControl, request: Request) -> Response:
     """Projects with their quotas, API keys, webhooks, and what the files of jobs occupy."""
     control = _with_rights(control, request)
     keys = control.keys.list() if _may_in_some(control, "keys:write") else None
@@ -44,10 +44,11 @@ def admin(control: Here, request: Request) -> Response:
         except EyrieError as error:  # the other sections do not depend on the files
             unknown = error
     projects = control.projects.list()
+    names = [project.name for project in projects]
     return pages.render_page("admin.html", control, request, projects=projects, keys=keys,
                              webhooks=hooks, storage=storage, storage_unknown=unknown,
-                             key_projects=[one.name for one in projects if _may(control, "keys:write", one.name)],
-                             hook_projects=[one.name for one in projects if _may(control, "webhooks:write", one.name)],
+                             key_projects=[name for name in names if _may(control, "keys:write", name)],
+                             hook_projects=[name for name in names if _may(control, "webhooks:write", name)],
                              may_create_projects=_may(control, "quotas:write", ALL_PROJECTS),
                              may_create_keys_everywhere=_may(control, "keys:write", ALL_PROJECTS),
                              may_audit=_may_in_some(control, "audit:read"), events=_EVENTS, now=utc_now(),
@@ -55,22 +56,23 @@ def admin(control: Here, request: Request) -> Response:
 
 
 @router.get("/console/admin/projects/{project}", response_class=HTMLResponse)
-def project(project: Name, control: Here, request: Request) -> Response:
+def project(project: Name, control: RequestControl, request: Request) -> Response:
     """One project: its quotas, what is used of them, and its members."""
     control = _with_rights(control, request)
-    found, may_list = control.projects.get(project), _may(control, "members:write", project)
-    return pages.render_page("admin_project.html", control, request, project=found, server=pages.server_of(request),
+    shown, may_list = control.projects.get(project), _may(control, "members:write", project)
+    return pages.render_page("admin_project.html", control, request, project=shown, server=pages.server_of(request),
                              members=control.projects.members(project) if may_list else None,
                              may_set_quotas=_may(control, "quotas:write", ALL_PROJECTS),
                              issuer=control.settings.oidc_issuer, is_recent=_is_recent(request))
 
 
 @router.get("/console/admin/audit", response_class=HTMLResponse)
-def audit(control: Here, request: Request, before: Annotated[int | None, Query(ge=1, le=2**53)] = None) -> Response:
+def audit(control: RequestControl, request: Request,
+          before: Annotated[int | None, Query(ge=1, le=2**53)] = None) -> Response:
     """The audit log, newest first, a page at a time."""
     control = _with_rights(control, request)
-    found = control.audit.read(before=before, limit=_ENTRIES) if _may_in_some(control, "audit:read") else None
-    return pages.render_page("admin_audit.html", control, request, audit=found, before=before,
+    page = control.audit.read(before=before, limit=_ENTRIES) if _may_in_some(control, "audit:read") else None
+    return pages.render_page("admin_audit.html", control, request, audit=page, before=before,
                              server=pages.server_of(request))
 
 

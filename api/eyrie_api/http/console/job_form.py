@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["console"], include_in_schema=False)
 
@@ -101,17 +101,17 @@ def job_form() -> JobForm:
     return JobForm(usual=tuple(known[pointer] for pointer in USUAL), sections=tuple(
         FormSection(name, _resolved(schema["properties"][name], definitions)["description"], rest)
         for name, fields in sections.items()
-        if (rest := tuple(one for one in fields if one.pointer not in USUAL))))
+        if (rest := tuple(field for field in fields if field.pointer not in USUAL))))
 
 
 @router.get("/console/new", response_class=HTMLResponse)
-def new_job(control: Here, request: Request) -> Response:
+def new_job(control: RequestControl, request: Request) -> Response:
     """A document to begin with, as a form and as JSON, and what the server says of it while it is written."""
     return _job_form(control, request, None, _FIRST_JOB)
 
 
 @router.get("/console/jobs/{job_id}/again", response_class=HTMLResponse)
-def again(job_id: str, control: Here, request: Request) -> Response:
+def again(job_id: str, control: RequestControl, request: Request) -> Response:
     """The same with the document of a job, as far as it differs from the defaults: jobs are stored with all of them."""
     spec = control.jobs.get(job_id).spec
     return _job_form(control, request, spec.name or job_id, spec.model_dump(mode="json", exclude_defaults=True))
@@ -125,32 +125,31 @@ def _job_form(control: Control, request: Request, source: str | None, document: 
                        server=pages.server_of(request), document=json.dumps(document, indent=2))
 
 
-def _fields(pointer: str, given: Schema, definitions: Schema, required: bool, in_item: bool = False
+def _fields(pointer: str, unresolved: Schema, definitions: Schema, required: bool, in_item: bool = False
             ) -> Iterator[FormField]:
     """The fields of one value: of an object with properties those of each, else one."""
-    schema = _resolved(given, definitions)
-    values = [_resolved(one, definitions) for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    schema = _resolved(unresolved, definitions)
+    values = [_resolved(part, definitions) for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
     value = values[0] if len(values) == 1 else {}
     if "properties" in value:
+        whole = schema.get("default")
         for name, part in value["properties"].items():
-            yield from _fields(f"{pointer}/{name}", _defaulted(part, name, schema.get("default")), definitions,
+            if isinstance(whole, dict) and name in whole and whole[name] != part.get("default"):
+                # The object's own default has another value for the field than the field itself.
+                part = {**part, "default": whole[name], _ALONE: part.get("default")}
+            yield from _fields(f"{pointer}/{name}", part, definitions,
                                required and name in value.get("required", ()), in_item)
         return
     item = _resolved(value.get("items", {}), definitions)
     kind, default = _kind(value, item, in_item), schema.get("default")
+    typed = ", ".join(map(str, default or ())) if kind == "list" else (
+        str(default) if kind in ("text", "lines") else json.dumps(default))
     yield FormField(
         pointer, kind, schema["description"], "; ".join(_rules(pointer, schema, value, item)),
-        "" if default in _EMPTY else _typed(kind, default), required, num_lines=3 if kind in ("lines", "json") else 1,
+        "" if default in _EMPTY else typed, required, num_lines=3 if kind in ("lines", "json") else 1,
         options=tuple(map(json.dumps, value.get("enum", (True, False)))) if kind == "choice" else (),
         numeric=item.get("type") in ("integer", "number"),
         fields=tuple(_fields(f"{pointer}/{ITEM}", item, definitions, True, in_item=True)) if kind == "items" else ())
-
-
-def _defaulted(part: Schema, name: str, whole: Any) -> Schema:
-    """A field of an object whose own default, `whole`, may have another value for it."""
-    if not isinstance(whole, dict) or name not in whole or whole[name] == part.get("default"):
-        return part
-    return {**part, "default": whole[name], _ALONE: part.get("default")}
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:
@@ -175,12 +174,6 @@ def _kind(value: Schema, item: Schema, in_item: bool) -> Kind:
     return "json"
 
 
-def _typed(kind: Kind, default: Any) -> str:
-    if kind == "list":
-        return ", ".join(map(str, default))
-    return str(default) if kind in ("text", "lines") else json.dumps(default)
-
-
 def _rules(pointer: str, schema: Schema, value: Schema, item: Schema) -> Iterator[str]:
     """Unit, kind and bounds, of the items where it is a list of scalars."""
     scalar = item if item.get("type") in ("string", "integer", "number") else value
@@ -196,16 +189,6 @@ def _rules(pointer: str, schema: Schema, value: Schema, item: Schema) -> Iterato
         yield "JSON"
     if value is not scalar and "enum" in scalar:
         yield "of " + ", ".join(scalar["enum"])
-    yield from _bounds(scalar)
-    if _ALONE in schema:
-        yield f"default {json.dumps(schema[_ALONE])} where the document has another {pointer.split('/')[-2]} value"
-    if "maxItems" in value:
-        yield f"{value.get('minItems', 0)} to {value['maxItems']} of them"
-    if value.get("type") == "array" and "minItems" not in value and schema.get("default"):
-        yield "[] for none"
-
-
-def _bounds(scalar: Schema) -> Iterator[str]:
     low, high = scalar.get("minimum"), scalar.get("maximum")
     if low is not None and high is not None:
         yield f"{_number(low)} to {_number(high)}"
@@ -217,6 +200,12 @@ def _bounds(scalar: Schema) -> Iterator[str]:
         yield f"at most {_number(high)}"
     if "exclusiveMaximum" in scalar:
         yield f"below {_number(scalar['exclusiveMaximum'])}"
+    if _ALONE in schema:
+        yield f"default {json.dumps(schema[_ALONE])} where the document has another {pointer.split('/')[-2]} value"
+    if "maxItems" in value:
+        yield f"{value.get('minItems', 0)} to {value['maxItems']} of them"
+    if value.get("type") == "array" and "minItems" not in value and schema.get("default"):
+        yield "[] for none"
 
 
 def _number(value: float) -> str:

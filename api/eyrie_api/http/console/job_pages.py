@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -19,14 +18,14 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport
 from eyrie_api.contract.stages import JOB_STAGES, STAGES, StageName
-from eyrie_api.contract.status import Job, JobReport, StageFile, StageStatus
+from eyrie_api.contract.status import Job, JobReport, StageFile
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.hardware_choice import sentence
 from eyrie_api.decisions.job_report import report_of
 from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.http.console import pages
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.live_pages import Rendered
 from eyrie_api.http.routes.outcomes import LeaderboardQuery, compare_plan, files_of, times_left
 from eyrie_api.quantities import duration, size
@@ -40,7 +39,8 @@ _ANSWERED = ("answered", "truncated")
 
 
 @router.get("/console/jobs/{job_id}", response_class=HTMLResponse)
-def job(job_id: str, control: Here, request: Request, selected: Annotated[LeaderboardQuery, Query()]) -> Response:
+def job(job_id: str, control: RequestControl, request: Request,
+        selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """One job: its pipeline, decision, leaderboard, operating map, proof, curves, events, artifacts and document.
 
     A name, which is what the command line takes, leads to the newest job that has it.
@@ -52,31 +52,31 @@ def job(job_id: str, control: Here, request: Request, selected: Annotated[Leader
         if not named:
             raise
         return RedirectResponse(f"/console/jobs/{named[0].id}")
-    return pages.may_submit(pages.render_page(
-        "job.html", control, request, submitted=control.jobs.submitted(job_id), **values,
-        **_artifacts(values["job"], control)))
-
-
-def _artifacts(job: Job, control: Control) -> dict[str, Any]:
-    """Files and reports by stage, or why they cannot be read: the rest of the page does not need them."""
+    files: tuple[StageFiles, ...] = ()
+    tables: tuple[StageTable, ...] = ()
+    unlisted = None
     try:
-        found = control.files.manifests(job.id)
-    except EyrieError as error:
-        return {"files": (), "tables": (), "unlisted": error}
-    return {"files": by_stage(files_of(job.id, found).items), "tables": stage_tables(report_of(job, found, ())),
-            "unlisted": None}
+        manifests = control.files.manifests(job_id)
+    except EyrieError as error:  # the rest of the page does not need the files and reports
+        unlisted = error
+    else:
+        files = by_stage(files_of(job_id, manifests).items)
+        tables = stage_tables(report_of(values["job"], manifests, ()))
+    return pages.may_submit(pages.render_page(
+        "job.html", control, request, submitted=control.jobs.submitted(job_id), files=files, tables=tables,
+        unlisted=unlisted, **values))
 
 
 def job_values(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
-    found = control.jobs.get(job_id)
+    job = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
     # The reports are files: they are read once there is one to show.
-    is_tuned = any((one.stage, one.state) == ("tune", "Succeeded") for one in found.status.stages)
-    measured = report_of(found, control.files.manifests(job_id), entries) if is_tuned else None
+    is_tuned = any((status.stage, status.state) == ("tune", "Succeeded") for status in job.status.stages)
+    measured = report_of(job, control.files.manifests(job_id), entries) if is_tuned else None
     project = control.jobs.project_of(job_id)
-    return {"job": found, "pipeline": pipeline(found), "board": selected.board(control, job_id), "selected": selected,
-            "leaderboard": entries, "measured": measured, "left": times_left(control, (found,)).get(job_id),
+    return {"job": job, "pipeline": pipeline(job), "board": selected.board(control, job_id), "selected": selected,
+            "leaderboard": entries, "measured": measured, "left": times_left(control, (job,)).get(job_id),
             "choices": [] if measured is None or measured.hardware is None else [
                 sentence(choice, measured.hardware) for choice in measured.hardware.choices],
             "events": control.jobs.events(job_id, limit=_EVENTS), "now": datetime.now(UTC), "ended": ENDED,
@@ -85,33 +85,33 @@ def job_values(control: Control, job_id: str, server: str, selected: Leaderboard
 
 
 @router.get("/console/jobs/{job_id}/live")
-def job_stream(job_id: str, control: Here, request: Request,
+def job_stream(job_id: str, control: RequestControl, request: Request,
         selected: Annotated[LeaderboardQuery, Query()]) -> Response:
     """A job's page, as it changes; it ends with the job."""
     control.jobs.get(job_id)
-    render = partial(_job, control, job_id, pages.server_of(request), selected)
+    server = pages.server_of(request)
+
+    def render() -> Rendered:
+        values = job_values(control, job_id, server, selected)
+        html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
+        return Rendered(html, ended=values["job"].status.phase in ENDED)
+
     return pages.stream(control, request, render, selected.address(request.url.path), job_id)
 
 
-def _job(control: Control, job_id: str, server: str, selected: LeaderboardQuery) -> Rendered:
-    values = job_values(control, job_id, server, selected)
-    html = "".join(pages.rendered(part, values) for part in ("job_live.html", "job_actions.html"))
-    return Rendered(html, ended=values["job"].status.phase in ENDED)
-
-
 @router.get("/console/jobs/{job_id}/plan", response_class=HTMLResponse)
-def plan(job_id: str, control: Here, request: Request) -> Response:
+def plan(job_id: str, control: RequestControl, request: Request) -> Response:
     """Hours and bytes of every stage as planned when the job was accepted, and as they were; or that none was kept."""
     job = control.jobs.get(job_id)
     try:
-        found = compare_plan(job_id, control)
+        comparison = compare_plan(job_id, control)
     except NotFound:
-        found = None
-    return pages.render_page("job_plan.html", control, request, job=job, found=found)
+        comparison = None
+    return pages.render_page("job_plan.html", control, request, job=job, comparison=comparison)
 
 
 @router.get("/console/jobs/{job_id}/diff", response_class=HTMLResponse)
-def diff(job_id: str, control: Here, request: Request,
+def diff(job_id: str, control: RequestControl, request: Request,
          other_id: Annotated[str, Query(alias="with", max_length=63)] = "") -> Response:
     """Where the documents of two jobs differ, defaults included. Both must be readable by the caller."""
     job = control.jobs.get(job_id)
@@ -121,10 +121,11 @@ def diff(job_id: str, control: Here, request: Request,
             other = control.jobs.get(other_id.strip())
         except NotFound as error:
             missing = error
-    found = () if other is None else differences(job.spec.model_dump(mode="json"), other.spec.model_dump(mode="json"))
-    recent = [one for one in control.jobs.list(limit=_LISTED).items if one.id != job_id]
+    differing = () if other is None else differences(
+        job.spec.model_dump(mode="json"), other.spec.model_dump(mode="json"))
+    recent = [listed for listed in control.jobs.list(limit=_LISTED).items if listed.id != job_id]
     answer = pages.render_page("job_diff.html", control, request, job=job, other=other, other_id=other_id,
-                               missing=missing, found=found, recent=recent)
+                               missing=missing, differing=differing, recent=recent)
     if missing is not None:
         answer.status_code = 404
     return pages.may_submit(answer)
@@ -132,19 +133,14 @@ def diff(job_id: str, control: Here, request: Request,
 
 def pipeline(job: Job) -> list[dict[str, Any]]:
     """The stages in order, each with its boxes (one per candidate or checkpoint) and the state of all of them. Pure."""
-    found = []
+    stages = []
     for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
-        boxes = [one for one in job.status.stages if one.stage == stage]
-        found.append({"stage": stage, "boxes": boxes, "state": _state(boxes)})
-    return found
-
-
-def _state(boxes: list[StageStatus]) -> str:
-    states = {box.state for box in boxes}
-    for state in ("Failed", "Running", "Cancelled"):
-        if state in states:
-            return state
-    return "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending"
+        boxes = [status for status in job.status.stages if status.stage == stage]
+        states = {box.state for box in boxes}
+        state = next((state for state in ("Failed", "Running", "Cancelled") if state in states),
+                     "Succeeded" if states and states <= {"Succeeded", "Skipped"} else "Pending")
+        stages.append({"stage": stage, "boxes": boxes, "state": state})
+    return stages
 
 
 @dataclass(frozen=True)
@@ -157,14 +153,14 @@ class StageFiles:
     @property
     def size_bytes(self) -> int:
         """Of all files together."""
-        return sum(one.size_bytes for one in self.files)
+        return sum(file.size_bytes for file in self.files)
 
 
 def by_stage(files: Iterable[StageFile]) -> tuple[StageFiles, ...]:
     """In order of stage; stages without files are left out."""
     listed = tuple(files)
-    found = (StageFiles(stage, tuple(one for one in listed if one.stage == stage)) for stage in STAGES)
-    return tuple(one for one in found if one.files)
+    stages = (StageFiles(stage, tuple(file for file in listed if file.stage == stage)) for stage in STAGES)
+    return tuple(stage for stage in stages if stage.files)
 
 
 @dataclass(frozen=True)
@@ -195,15 +191,15 @@ def differences(mine: JsonValue, other: JsonValue, pointer: str = "") -> tuple[D
     else:
         texts = json.dumps(mine, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
         return () if texts[0] == texts[1] else (Difference(pointer, *texts),)
-    found: list[Difference] = []
+    differing: list[Difference] = []
     for name, in_mine, my_value, in_other, other_value in pairs:
         below = f"{pointer}/{name}"
         if in_mine and in_other:
-            found += differences(my_value, other_value, below)
+            differing += differences(my_value, other_value, below)
         else:
-            found.append(Difference(below, json.dumps(my_value, ensure_ascii=False) if in_mine else None,
+            differing.append(Difference(below, json.dumps(my_value, ensure_ascii=False) if in_mine else None,
                                     json.dumps(other_value, ensure_ascii=False) if in_other else None))
-    return tuple(found)
+    return tuple(differing)
 
 
 @dataclass(frozen=True)
@@ -221,17 +217,21 @@ class StageTable:
 
 def stage_tables(report: JobReport) -> tuple[StageTable, ...]:
     """Those of names and values first, which fit side by side. Stages without a report are left out."""
-    found, answers = [], report.regenerate
+    tables, answers = [], report.regenerate
     if answers is not None:
-        found.append(StageTable("regenerate", "Regenerate: conversations and answers", (), tuple(_of_answers(answers))))
+        tables.append(StageTable("regenerate", "Regenerate: conversations and answers", (),
+                                 tuple(_of_answers(answers))))
     if report.capture is not None:
-        found.append(StageTable("capture", "Capture: hidden states of the target", (),
-                                tuple(_of_states(report.capture))))
+        tables.append(StageTable("capture", "Capture: hidden states of the target", (),
+                                 tuple(_of_states(report.capture))))
     if answers is not None and len(answers.outcomes) > 1:
-        found.append(_by_source(answers))
+        rows = tuple((source, *(f"{kinds.get(name, 0):,}" for name in _ANSWERED),
+                      ", ".join(_counts(_unused({"": kinds})))) for source, kinds in answers.outcomes.items())
+        tables.append(StageTable("regenerate", "Regenerate, by source of the data",
+                                 ("source", "#rows answered", "#of them truncated", "not used"), rows))
     if report.train:
-        found += [_of_candidates(report.train), _of_checkpoints(report.train)]
-    return tuple(found)
+        tables += [_of_candidates(report.train), _of_checkpoints(report.train)]
+    return tuple(tables)
 
 
 def _of_answers(report: RegenerateReport) -> Iterator[tuple[str, str]]:
@@ -281,21 +281,14 @@ def _of_states(report: CaptureReport) -> Iterator[tuple[str, str]]:
     yield "time", _time(report.seconds, report.tokens_per_s)
 
 
-def _by_source(report: RegenerateReport) -> StageTable:
-    rows = tuple((source, *(f"{kinds.get(name, 0):,}" for name in _ANSWERED), ", ".join(_counts(_unused({"": kinds}))))
-                 for source, kinds in report.outcomes.items())
-    return StageTable("regenerate", "Regenerate, by source of the data",
-                      ("source", "#rows answered", "#of them truncated", "not used"), rows)
-
-
 def _of_candidates(reports: Sequence[TrainReport]) -> StageTable:
     rows = tuple((
-        one.candidate, one.family, f"{one.parameters:,}" if one.parameters else "", f"{one.steps:,}",
-        f"{one.rows:,}" if one.rows else "",
-        f"{one.supervised_tokens:,}", duration(one.seconds), f"{one.tokens_per_s:,.0f}",
-        _percent(one.mfu) if one.mfu else "", _percent(one.padding_share), _percent(one.data_wait_share),
-        f"{one.vocabulary.draft_vocab_size:,} ({_percent(one.vocabulary.coverage)})", "; ".join(_notes(one)))
-        for one in reports)
+        report.candidate, report.family, f"{report.parameters:,}" if report.parameters else "", f"{report.steps:,}",
+        f"{report.rows:,}" if report.rows else "",
+        f"{report.supervised_tokens:,}", duration(report.seconds), f"{report.tokens_per_s:,.0f}",
+        _percent(report.mfu) if report.mfu else "", _percent(report.padding_share), _percent(report.data_wait_share),
+        f"{report.vocabulary.draft_vocab_size:,} ({_percent(report.vocabulary.coverage)})", "; ".join(_notes(report)))
+        for report in reports)
     return StageTable("train", "Train: candidates", (
         "candidate", "family", "#parameters", "#steps", "#rows", "#supervised tokens", "#time", "#tokens/s", "#MFU",
         "#padding", "#data wait", "#draft vocabulary", "note"), rows,
@@ -315,10 +308,11 @@ def _notes(report: TrainReport) -> Iterator[str]:
 
 
 def _of_checkpoints(reports: Sequence[TrainReport]) -> StageTable:
-    rows = tuple((one.name, f"{one.epoch:.2f}", f"{one.loss:.3f}", f"{one.theoretical_speedup:.2f}x",
-                  *(", ".join(f"{100 * share:.1f}" for share in shares)
-                    for shares in (one.accuracy, one.conditional_acceptance)))
-                 for report in reports for one in report.checkpoints)
+    rows = tuple((checkpoint.name, f"{checkpoint.epoch:.2f}", f"{checkpoint.loss:.3f}",
+                  f"{checkpoint.theoretical_speedup:.2f}x", *(
+                    ", ".join(f"{100 * share:.1f}" for share in shares)
+                    for shares in (checkpoint.accuracy, checkpoint.conditional_acceptance)))
+                 for report in reports for checkpoint in report.checkpoints)
     return StageTable("train", "Train: checkpoints, on held-out rows", (
         "checkpoint", "#epoch", "#loss", "#theoretical speed-up", "accuracy by step, %", "acceptance by position, %"),
         rows)
@@ -326,15 +320,15 @@ def _of_checkpoints(reports: Sequence[TrainReport]) -> StageTable:
 
 def _unused(outcomes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
     """Rows that were not used, by kind, of all sources."""
-    found = Counter[str]()
+    unused = Counter[str]()
     for kinds in outcomes.values():
-        found.update({kind: number for kind, number in kinds.items() if kind not in _ANSWERED})
-    return found
+        unused.update({kind: number for kind, number in kinds.items() if kind not in _ANSWERED})
+    return unused
 
 
 def _counts(counted: Mapping[str, int]) -> list[str]:
     """The largest first; what did not occur is left out."""
-    return [f"{name} {number:,}" for name, number in sorted(counted.items(), key=lambda one: -one[1]) if number]
+    return [f"{name} {number:,}" for name, number in sorted(counted.items(), key=lambda pair: -pair[1]) if number]
 
 
 def _with(text: str, details: Sequence[str]) -> str:

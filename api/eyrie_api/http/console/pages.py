@@ -17,7 +17,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
@@ -33,14 +32,13 @@ from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.access import Action
 from eyrie_api.contract.comparison import CompareRequest
-from eyrie_api.contract.endpoints import History
 from eyrie_api.contract.status import Problem
-from eyrie_api.database.rendering import decode_cursor
+from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor
 from eyrie_api.decisions.alerts import drift_hint
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.live_pages import LivePages, PageKey, Rendered
 from eyrie_api.http.routes.alerts import NEWEST_JOBS, alerts_now
 from eyrie_api.http.routes.endpoints import list_figures, recorded_prompts
@@ -53,13 +51,9 @@ router = APIRouter(tags=["console"], include_in_schema=False)
 HERE = Path(__file__).parent
 STATIC_PATH, SIGN_IN, SIGN_OUT = "/console/static/", "/console/sign-in", "/console/sign-out"
 SIGN_IN_START, SIGN_IN_END = "/console/oidc/start", "/console/oidc/callback"
-STATIC = {"console.css": "text/css", "console.js": "text/javascript",
-          "vega.min.js": "text/javascript",
-          "vega-lite.min.js": "text/javascript", "vega-interpreter.min.js": "text/javascript",
-          "compare.js": "text/javascript", "compare.css": "text/css", "form.js": "text/javascript",
-           "form.css": "text/css", "admin.js": "text/javascript", "admin.css": "text/css",
-           "curves.js": "text/javascript", "curves.css": "text/css",
-           "job.js": "text/javascript", "job.css": "text/css"}
+STATIC = {**dict.fromkeys(("console.css", "compare.css", "form.css", "admin.css", "curves.css", "job.css"), "text/css"),
+          **dict.fromkeys(("console.js", "vega.min.js", "vega-lite.min.js", "vega-interpreter.min.js", "compare.js",
+                           "form.js", "admin.js", "curves.js", "job.js"), "text/javascript")}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
                                "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -67,10 +61,6 @@ _HEADERS = {
 _HISTORY = 60
 _MAX_CURVE_JOBS = 10  # each job's metrics are a request every few seconds
 _LISTED = 50
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def with_code(text: str) -> Markup:
@@ -82,22 +72,23 @@ def with_code(text: str) -> Markup:
 
 _ENVIRONMENT = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-_ENVIRONMENT.filters |= {"duration": duration, "size": size, "figure": _figure, "with_code": with_code,
-                         "shell": shlex.quote, "axes_words": axes_words}
+_ENVIRONMENT.filters |= {"duration": duration, "size": size, "with_code": with_code, "shell": shlex.quote,
+                         "figure": lambda value, digits=2: "" if value is None else f"{value:.{digits}f}",
+                         "axes_words": axes_words}
 
 
 Before = Annotated[str | None, Query(max_length=512, description="next_cursor of `GET /v1alpha1/jobs`")]
 
 
 @router.get("/", response_class=HTMLResponse)
-def home(control: Here, request: Request, before: Before = None) -> Response:
+def home(control: RequestControl, request: Request, before: Before = None) -> Response:
     """Endpoints, one page of jobs, and what needs a person."""
     return render_page("home.html", control, request, **home_values(control, before))
 
 
 def home_values(control: Control, before: str | None) -> dict[str, Any]:
     """What its template shows: of jobs the newest, or those before a cursor. Raises InvalidInput."""
-    before_time = None if before is None else decode_cursor(before)[0]
+    before_time = None if before is None else decode_cursor(before, TIME_CURSOR)[0]
     endpoints, newest = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
     listed = newest if before is None else control.jobs.list(limit=NEWEST_JOBS, cursor=before)
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
@@ -109,16 +100,13 @@ def home_values(control: Control, before: str | None) -> dict[str, Any]:
 
 
 @router.get("/console/live")
-def home_stream(control: Here, request: Request, before: Before = None) -> Response:
+def home_stream(control: RequestControl, request: Request, before: Before = None) -> Response:
     """Home with one page of jobs, as it changes. Its readers share it, those of the newest jobs as those of older
     ones."""
     if before is not None:
-        decode_cursor(before)
-    return stream(control, request, partial(_home, control, before), home_address(request.url.path, before))
-
-
-def _home(control: Control, before: str | None) -> Rendered:
-    return Rendered(rendered("home_live.html", home_values(control, before)))
+        decode_cursor(before, TIME_CURSOR)
+    return stream(control, request, lambda: Rendered(rendered("home_live.html", home_values(control, before))),
+                  home_address(request.url.path, before))
 
 
 def home_address(path: str, before: str | None) -> str:
@@ -127,38 +115,41 @@ def home_address(path: str, before: str | None) -> str:
 
 
 @router.get("/console/endpoints/{name}", response_class=HTMLResponse)
-def endpoint(name: str, control: Here, request: Request) -> Response:
+def endpoint(name: str, control: RequestControl, request: Request) -> Response:
     """One endpoint: what serves, its revisions, its acceptance, its history."""
     return render_page("endpoint.html", control, request, **endpoint_values(control, name, server_of(request)))
 
 
 def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
-    found = control.endpoints.get(name)
+    endpoint = control.endpoints.get(name)
     latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
-    return {"endpoint": found, "traffic": traffic_of((found,), latest)[0], "server": server, "drift_hint": drift_hint,
-            "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
-            "figures": list_figures(name, control), "history": _recent(control.histories.read(name, limit=_HISTORY))}
+    history = control.histories.read(name, limit=_HISTORY)
+    return {"endpoint": endpoint, "traffic": traffic_of((endpoint,), latest)[0], "server": server,
+            "drift_hint": drift_hint, "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
+            "figures": list_figures(name, control),
+            "history": history.model_copy(update={"items": history.items[::-1]})}  # newest first
 
 
 @router.get("/console/endpoints/{name}/live")
-def endpoint_stream(name: str, control: Here, request: Request) -> Response:
+def endpoint_stream(name: str, control: RequestControl, request: Request) -> Response:
     """An endpoint's page, as it changes."""
     control.endpoints.get(name)
-    return stream(control, request, partial(_endpoint, control, name, server_of(request)), request.url.path)
-
-
-def _endpoint(control: Control, name: str, server: str) -> Rendered:
-    values = endpoint_values(control, name, server)
+    server = server_of(request)
     parts = ("endpoint_live.html", "endpoint_unmeasured.html", "endpoint_history.html", "endpoint_actions.html")
-    return Rendered("".join(rendered(part, values) for part in parts))
+
+    def render() -> Rendered:
+        values = endpoint_values(control, name, server)
+        return Rendered("".join(rendered(part, values) for part in parts))
+
+    return stream(control, request, render, request.url.path)
 
 
 @router.get("/console/endpoints/{name}/compare", response_class=HTMLResponse)
-def compare(name: str, control: Here, request: Request) -> Response:
+def compare(name: str, control: RequestControl, request: Request) -> Response:
     """The form, or why there is none."""
     endpoint = control.endpoints.get(name)
-    active = next((one for one in endpoint.revisions if one.number == endpoint.active_revision), None)
+    active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
                              server=server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
                              recorded=recorded_prompts(name, control),
@@ -167,18 +158,18 @@ def compare(name: str, control: Here, request: Request) -> Response:
 
 
 @router.get("/console/curves", response_class=HTMLResponse)
-def curves(control: Here, request: Request,
+def curves(control: RequestControl, request: Request,
            job: Annotated[list[str], Query(min_length=1, max_length=_MAX_CURVE_JOBS)]) -> Response:
     """Curves of the jobs, with links to add and remove one."""
     ids = tuple(dict.fromkeys(job))
-    found = [control.jobs.get(one) for one in ids]
+    jobs = [control.jobs.get(job_id) for job_id in ids]
     others = control.jobs.list(limit=_LISTED).items if len(ids) < _MAX_CURVE_JOBS else ()
     return render_page(
-        "curves.html", control, request, jobs=found,
-        curve_jobs=[{"id": one.id, "name": label, "ended": one.status.finished_at is not None}
-                    for one, label in zip(found, labels([(one.id, one.spec.name) for one in found]), strict=True)],
-        without={one: _address([other for other in ids if other != one]) for one in ids},
-        others=[(one, _address([*ids, one.id])) for one in others if one.id not in ids])
+        "curves.html", control, request, jobs=jobs,
+        curve_jobs=[{"id": shown.id, "name": label, "ended": shown.status.finished_at is not None}
+                    for shown, label in zip(jobs, labels([(each.id, each.spec.name) for each in jobs]), strict=True)],
+        without={job_id: _address([other for other in ids if other != job_id]) for job_id in ids},
+        others=[(other, _address([*ids, other.id])) for other in others if other.id not in ids])
 
 
 def labels(jobs: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -189,7 +180,7 @@ def labels(jobs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def _address(ids: Sequence[str]) -> str:
-    return f"/console/curves?{urlencode([('job', one) for one in ids])}"
+    return f"/console/curves?{urlencode([('job', job_id) for job_id in ids])}"
 
 
 def stream(control: Control, request: Request, render: Callable[[], Rendered], path: str,
@@ -228,7 +219,7 @@ def static(file: str) -> Response:
 
 
 @router.post(SIGN_IN, status_code=204)
-def sign_in(control: Here, request: Request) -> Response:
+def sign_in(control: RequestControl, request: Request) -> Response:
     """Exchange the request's API key for a cookie."""
     assert control.scope.principal is not None, "a request without a caller reached a route"
     cookie = request.app.state.authenticator.session_for(control.scope.principal)
@@ -271,11 +262,11 @@ def end_sign_in(request: Request, code: str = "", state: str = "", error: str = 
 
 
 def _sign_in(request: Request) -> BrowserSignIn:
-    found: BrowserSignIn | None = request.app.state.authenticator.sign_in
-    if found is None:
+    sign_in: BrowserSignIn | None = request.app.state.authenticator.sign_in
+    if sign_in is None:
         raise NotFound("people do not sign in at an issuer here",
                        "sign in with an API key, or set EYRIE_OIDC_CLIENT_ID")
-    return found
+    return sign_in
 
 
 def _redirect_uri(request: Request) -> str:
@@ -285,7 +276,7 @@ def _redirect_uri(request: Request) -> str:
 
 
 @router.get(SIGN_OUT, response_class=HTMLResponse)
-def ask_to_sign_out(control: Here, request: Request, to: str = "/") -> Response:
+def ask_to_sign_out(control: RequestControl, request: Request, to: str = "/") -> Response:
     """A button that signs out and goes to the page `to`: a page that a refusal rendered has no token for a change. The
     button needs script, as all changes do."""
     return render_page("sign_out.html", control, request, to=local_path(to))
@@ -324,8 +315,8 @@ def for_a_browser(request: Request, answer: Response) -> Response:
     page = HTMLResponse(rendered("refused.html", {
         "who": None, "change": "", "administers": False, "problem": problem,
         "is_signed_in": COOKIE in request.cookies}), status_code=answer.status_code, headers=_HEADERS)
-    kept = {name: value for name, value in answer.headers.items() if name in ("retry-after", "allow")}
-    page.headers.update(kept)
+    headers = {name: value for name, value in answer.headers.items() if name in ("retry-after", "allow")}
+    page.headers.update(headers)
     return page
 
 
@@ -341,8 +332,8 @@ def render_page(template: str, control: Control, request: Request, **values: Any
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    given = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
-    return HTMLResponse(rendered(template, given | values), headers=_HEADERS)
+    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    return HTMLResponse(rendered(template, common | values), headers=_HEADERS)
 
 
 def may_submit(page: HTMLResponse) -> HTMLResponse:
@@ -358,8 +349,3 @@ def may(control: Control, action: Action, project: str | None) -> bool:
     principal = control.scope.principal
     # A cookie alone only reads; with the page's proof it may do what its role allows.
     return principal is None or principal.model_copy(update={"scopes": None}).allows(action, project or ALL_PROJECTS)
-
-
-def _recent(history: History) -> History:
-    """Newest first."""
-    return history.model_copy(update={"items": history.items[::-1]})

@@ -10,7 +10,7 @@ from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.full_disk import disk_full, is_short
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["alerts"])
 NEWEST_JOBS = 50
@@ -18,9 +18,9 @@ _WAITING = 20
 
 
 @router.get("/v1alpha1/alerts")
-def read_alerts(control: Here) -> AlertList:
+def read_alerts(control: RequestControl) -> AlertList:
     """What needs a person, each with what was seen and what to do: failed jobs and stages without a node, decisions,
-    endpoints, drift, quotas, DrafterJobs that wait, a full disk. Of jobs the newest 50 are looked at."""
+    endpoints, drift, quotas, DrafterJobs that wait, a full disk. Covers the newest 50 jobs."""
     endpoints = control.endpoints.list().items
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
     return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
@@ -28,8 +28,8 @@ def read_alerts(control: Here) -> AlertList:
 
 def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],
                traffic: Sequence[EndpointTraffic]) -> AlertList:
-    """The same, of what the caller has read already. The disk is looked at now: on a full one neither an event nor a
-    condition could be stored."""
+    """`read_alerts`, from values that the caller has read. The free space is measured now: on a full disk neither an
+    event nor a condition could be stored."""
     home = control.settings.home
     return alerts_of(newest, endpoints, traffic, control.projects.used_up(), control.waiting.list(limit=_WAITING),
                      disk_full(home) if is_short(home) else None)

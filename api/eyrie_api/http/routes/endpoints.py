@@ -23,33 +23,33 @@ from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
 from eyrie_api.http.compared_answers import ServedEndpoint, compare, live_revision, read_recording
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 
 router = APIRouter(tags=["endpoints"])
 ENDPOINTS = "/v1alpha1/endpoints"
 
 
 @router.get(ENDPOINTS)
-def list_endpoints(control: Here) -> EndpointList:
+def list_endpoints(control: RequestControl) -> EndpointList:
     """All endpoints with their revisions."""
     return control.endpoints.list()
 
 
 @router.get("/v1alpha1/traffic")
-def list_traffic(control: Here) -> TrafficList:
+def list_traffic(control: RequestControl) -> TrafficList:
     """What the traffic of every endpoint shows now: the latest window with acceptance and requests per second, the
     canary and its share, drift."""
     return TrafficList(items=traffic_of(control.endpoints.list().items, control.histories.latest_of_all(KINDS)))
 
 
 @router.get(ENDPOINTS + "/{name}")
-def get_endpoint(name: Name, control: Here) -> Endpoint:
+def get_endpoint(name: Name, control: RequestControl) -> Endpoint:
     """One endpoint."""
     return control.endpoints.get(name)
 
 
 @router.get(ENDPOINTS + "/{name}/history")
-def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
+def read_history(name: Name, control: RequestControl, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
                  before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
                  kind: HistoryKind | None = None) -> History:
     """What was decided for it, what changed, what was seen: the latest entries, oldest first."""
@@ -57,28 +57,29 @@ def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le
 
 
 @router.get(ENDPOINTS + "/{name}/figures")
-def list_figures(name: Name, control: Here) -> FigureList:
+def list_figures(name: Name, control: RequestControl) -> FigureList:
     """The figures of live acceptance and of canaries that there is data for, and why there are no others."""
     return endpoint_figures.list_figures(_watched(name, control))
 
 
 @router.get(ENDPOINTS + "/{name}/figures/{figure}")
-def read_figure(name: Name, figure: str, control: Here) -> Figure:
+def read_figure(name: Name, figure: str, control: RequestControl) -> Figure:
     """One figure as a Vega-Lite specification with its values."""
     return endpoint_figures.figure_of(_watched(name, control), figure)
 
 
 def _watched(name: str, control: Control) -> endpoint_figures.Watched:
     """What the figures of an endpoint are drawn from. Raises NotFound."""
-    windows = [one for one in control.histories.read(name, limit=MAX_PAGE, kind="window").items if "tau" in one.figures]
-    changes = [one for kind in endpoint_figures.CHANGES for one in control.histories.read(name, kind=kind).items]
+    history = control.histories.read(name, limit=MAX_PAGE, kind="window")
+    windows = [entry for entry in history.items if "tau" in entry.figures]
+    changes = [entry for kind in endpoint_figures.CHANGES for entry in control.histories.read(name, kind=kind).items]
     return endpoint_figures.Watched(control.endpoints.get(name), control.endpoints.serving(name).serve.engine.kind,
                                     windows, changes)
 
 
 @router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")
-def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
-    """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
+def promote(name: Name, request: PromoteRequest, control: RequestControl) -> Endpoint:
+    """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not applied."""
     job_id = request.job_id
     job, result = control.jobs.resolved(job_id), control.results.find(job_id, request.checkpoint)
     report = result.measured.report
@@ -90,32 +91,30 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     if family in WITHOUT_DRAFTER:
         use = DrafterUse(setting=Setting(method="off" if tree is None else "ngram", tree=tree))
     else:
-        use = DrafterUse(drafter_dir=_drafter_dir(control, job_id, result.drafter_dir), setting=Setting(tree=tree))
+        drafter_dir = control.settings.job_dir(job_id) / result.drafter_dir  # an absolute path stays as it is
+        use = DrafterUse(drafter_dir=str(drafter_dir), setting=Setting(tree=tree))
     control.endpoints.propose(name, job_id=job_id, checkpoint=report.checkpoint, use=use, speedup=report.speedup,
                               tau=tau, reason=f"promoted by hand from job {job_id}", actor="person")
     return _after(control, name)
 
 
-def _drafter_dir(control: Control, job_id: str, recorded: str) -> str:
-    return str(control.settings.job_dir(job_id) / recorded)  # an absolute path stays as it is
-
-
 @router.post(ENDPOINTS + "/{name}/rollback", status_code=202, name="endpoint.rollback")
-def roll_back(name: Name, control: Here, request: Annotated[RollbackRequest | None, Body()] = None) -> Endpoint:
+def roll_back(name: Name, control: RequestControl,
+              request: Annotated[RollbackRequest | None, Body()] = None) -> Endpoint:
     """Serve an earlier revision again, by default the one before."""
     control.endpoints.roll_back(name, request.revision if request is not None else None)
     return _after(control, name)
 
 
 @router.post(ENDPOINTS + "/{name}/off", status_code=202, name="endpoint.off")
-def off(name: Name, control: Here) -> Endpoint:
+def off(name: Name, control: RequestControl) -> Endpoint:
     """End its engine. Name, URL and history stay."""
     control.endpoints.set_desired(name, "off")
     return _after(control, name)
 
 
 @router.post(ENDPOINTS + "/{name}/on", status_code=202, name="endpoint.on")
-def on(name: Name, control: Here) -> Endpoint:
+def on(name: Name, control: RequestControl) -> Endpoint:
     """Serve again what was active."""
     control.endpoints.set_desired(name, "on")
     return _after(control, name)
@@ -123,7 +122,7 @@ def on(name: Name, control: Here) -> Endpoint:
 
 @router.post(ENDPOINTS + "/{name}/compare", name="endpoint.compare",
              responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
-async def compare_answers(name: Name, request: CompareRequest, control: Here) -> Response:
+async def compare_answers(name: Name, request: CompareRequest, control: RequestControl) -> Response:
     """Answer a prompt with and without the drafter, one after the other: server-sent events `progress` (new rounds with
     their draft trees, tokens/s, tau), `recorded` (what the proof recorded in place of SGLang's answer without the
     drafter), `unavailable`, `failed` and, last, `end` (whether both answers are equal)."""
@@ -133,11 +132,11 @@ async def compare_answers(name: Name, request: CompareRequest, control: Here) ->
 
 
 @router.get(ENDPOINTS + "/{name}/recorded-prompts")
-def recorded_prompts(name: Name, control: Here) -> RecordedPrompts:
+def recorded_prompts(name: Name, control: RequestControl) -> RecordedPrompts:
     """Prompts whose answers without the drafter the proof recorded, for comparisons where SGLang serves."""
     recording = read_recording(control, control.endpoints.get(name))
     return RecordedPrompts(job_id=None) if recording is None else RecordedPrompts(
-        job_id=recording.job_id, prompts=tuple(one.prompt for one in recording.answers))
+        job_id=recording.job_id, prompts=tuple(answer.prompt for answer in recording.answers))
 
 
 def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
@@ -150,9 +149,9 @@ def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
     recording = read_recording(control, endpoint)
     return ServedEndpoint(
         endpoint.url, endpoint.model, engine, live_revision(endpoint, drafts=True),
-        live_revision(endpoint, drafts=False), {one.number: one.url for one in endpoint.revisions if one.url},
+        live_revision(endpoint, drafts=False), {rev.number: rev.url for rev in endpoint.revisions if rev.url},
         None if recording is None else recording.run(prompt),
-        () if recording is None else tuple(one.prompt for one in recording.answers))
+        () if recording is None else tuple(answer.prompt for answer in recording.answers))
 
 
 def _after(control: Control, name: str) -> Endpoint:

@@ -14,11 +14,11 @@ from eyrie_api.contract.plan import Plan, PlannedStages
 from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Job, JobList, Phase
 from eyrie_api.database import endpoint_names
-from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
+from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
-from eyrie_api.http.control import Here
+from eyrie_api.http.control import RequestControl
 from eyrie_api.planning import preflight
 from eyrie_api.planning.facts import with_absolute_paths
 
@@ -47,15 +47,12 @@ IdempotencyKey = Annotated[str | None, Header(alias=KEY_HEADER, description="Sen
 
 
 @router.post(JOBS, status_code=202, response_model=Job, name="job.create")
-def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
+def create_job(spec: Spec, control: RequestControl, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
     submitted, spec = spec, endpoint_names.with_project_endpoint(spec, project)
     control.check_spec_policy(spec)
-    once: Once | None = None
-    if key is not None:
-        check_key(key)
-        once = Once(key, route_within(project, JOBS), digest_model(spec))
+    once = None if key is None else Once.of(key, project, JOBS, digest_model(spec))
     try:
         resolved = preflight.check(control.with_drafters_of_jobs(spec), control.settings)
     except EyrieError:
@@ -78,7 +75,7 @@ def _accepted(job_id: str, text: str, *, replayed: bool) -> Response:
 
 @router.get(JOBS)
 def list_jobs(
-    control: Here,
+    control: RequestControl,
     phase: Phase | None = None,
     name: Annotated[str | None, Query(max_length=63)] = None,
     target: Annotated[str | None, Query(max_length=4096)] = None,
@@ -87,38 +84,36 @@ def list_jobs(
     cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
 ) -> JobList:
     """List jobs, newest first."""
-    wanted = JobFilter(phase=phase, name=name, target=target, labels=dict(_label(one) for one in label or ()))
-    return control.jobs.list(wanted, limit=limit, cursor=cursor)
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise InvalidInput(f"label {text!r} is not key=value", "write label=team=search for the label team: search")
-    return key, value
+    labels = {}
+    for text in label or ():
+        key, equals, labels[key] = text.partition("=")
+        if not equals or not key:
+            raise InvalidInput(f"label {text!r} is not key=value", "write label=team=search for the label team: search")
+    return control.jobs.list(JobFilter(phase=phase, name=name, target=target, labels=labels), limit=limit,
+                             cursor=cursor)
 
 
 @router.get(WAITING)
-def list_waiting(control: Here, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> WaitingList:
+def list_waiting(control: RequestControl, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> WaitingList:
     """DrafterJobs of a cluster that wait for a quota of their project, those that have waited longest first."""
     return control.waiting.list(limit=limit)
 
 
 @router.get(JOBS + "/{job_id}")
-def get_job(job_id: str, control: Here) -> Job:
+def get_job(job_id: str, control: RequestControl) -> Job:
     """One job with its stages and conditions."""
     return control.jobs.get(job_id)
 
 
 @router.get(JOBS + "/{job_id}/submitted")
-def get_submitted(job_id: str, control: Here) -> dict[str, JsonValue]:
+def get_submitted(job_id: str, control: RequestControl) -> dict[str, JsonValue]:
     """The document that the job was submitted with, before defaults were filled in and paths and types resolved; `spec`
     of the job has those."""
     return control.jobs.submitted(job_id)
 
 
 @router.get(JOBS + "/{job_id}/plan")
-def get_plan(job_id: str, control: Here) -> PlannedStages:
+def get_plan(job_id: str, control: RequestControl) -> PlannedStages:
     """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then;
     `POST /v1alpha1/plans` plans a document now."""
     planned = control.jobs.resolved(job_id).plan
@@ -128,7 +123,7 @@ def get_plan(job_id: str, control: Here) -> PlannedStages:
 
 
 @router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")
-def cancel_job(job_id: str, control: Here) -> Job:
+def cancel_job(job_id: str, control: RequestControl) -> Job:
     """Stop a job. What has finished stays; `retry` goes on from there."""
     job = control.jobs.cancel(job_id)
     control.wake()
@@ -136,7 +131,7 @@ def cancel_job(job_id: str, control: Here) -> Job:
 
 
 @router.post(JOBS + "/{job_id}/retry", status_code=202, name="job.retry")
-def retry_job(job_id: str, control: Here) -> Job:
+def retry_job(job_id: str, control: RequestControl) -> Job:
     """Go on from the failed or cancelled stage."""
     job = control.jobs.retry(job_id)
     control.wake()
@@ -145,17 +140,17 @@ def retry_job(job_id: str, control: Here) -> Job:
 
 @router.delete(JOBS + "/{job_id}", status_code=204, response_model=None, name="job.delete",
                responses={202: {"model": Job, "description": "cancelled first; deleted once it has stopped"}})
-def delete_job(job_id: str, control: Here) -> Response:
+def delete_job(job_id: str, control: RequestControl) -> Response:
     """Delete an ended job and its files (204), or cancel it first and delete it then (202)."""
-    gone = control.jobs.delete(job_id)
+    is_deleted = control.jobs.delete(job_id)
     control.wake()
-    if gone:
+    if is_deleted:
         return Response(status_code=204)
     return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
 
 
 @router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
-def make_plan(spec: Spec, control: Here) -> Plan:
+def make_plan(spec: Spec, control: RequestControl) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     control.check_spec_policy(spec)
     same_target = JobFilter(project=control.scope.home("jobs:read"), target=with_absolute_paths(spec).target.model)

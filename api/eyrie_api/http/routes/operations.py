@@ -17,7 +17,7 @@ from eyrie_api.artifacts import code_version
 from eyrie_api.contract.status import Version
 from eyrie_api.contract.storage import StoragePage
 from eyrie_api.errors import Transient
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.job_storage import MAX_PAGE
 
 router = APIRouter(tags=["operations"])
@@ -77,7 +77,7 @@ def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(control: Here) -> dict[str, str]:
+def readyz(control: RequestControl) -> dict[str, str]:
     """The database answers and the chores run. 503 with what does not."""
     try:
         control.database.is_reachable()
@@ -90,7 +90,7 @@ def readyz(control: Here) -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=Response)
-def metrics(request: Request, control: Here) -> Response:
+def metrics(request: Request, control: RequestControl) -> Response:
     """Prometheus exposition: of the whole installation, so for those who may read in all projects."""
     control.scope.check_installation("jobs:read")
     telemetry: ControlMetrics = request.app.state.telemetry
@@ -105,7 +105,7 @@ def version() -> Version:
 
 @router.get("/v1alpha1/storage")
 def read_storage(
-    control: Here,
+    control: RequestControl,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
 ) -> StoragePage:

@@ -20,42 +20,44 @@ from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import Figure, FigureList, FigureSummary
 from eyrie_api.contract.model import Name
 from eyrie_api.contract.plan import PlannedAndActual, TimeLeft
-from eyrie_api.contract.stages import FileEntry, StageName
+from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job, JobReport, Leaderboard, StageFile, StageFileList
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_left
 from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.routes.jobs import JOBS, get_plan
 
 router = APIRouter(tags=["outcomes"])
 
 
 @router.get(JOBS + "/{job_id}/artifacts")
-def list_artifacts(job_id: str, control: Here, stage: StageName | None = None) -> StageFileList:
+def list_artifacts(job_id: str, control: RequestControl, stage: StageName | None = None) -> StageFileList:
     """Files of the finished stages, with digests and where to download them."""
     control.jobs.get(job_id)
-    return files_of(job_id, [one for one in control.files.manifests(job_id) if stage in (None, one.stage)])
+    manifests = control.files.manifests(job_id)
+    return files_of(job_id, [finished for finished in manifests if stage in (None, finished.stage)])
 
 
 def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
     """The files that manifests of a job list. Pure."""
     return StageFileList(items=tuple(
-        StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
-                  url=_url(job_id, one, entry.path))
-        for one in manifests for entry in one.manifest.files))
+        StageFile(stage=finished.stage, key=finished.key, path=entry.path, size_bytes=entry.size_bytes,
+                  sha256=entry.sha256, url=f"{JOBS}/{job_id}/artifacts/{finished.stage}/{quote(entry.path)}"
+                  + (f"?key={quote(finished.key)}" if finished.key else ""))
+        for finished in manifests for entry in finished.manifest.files))
 
 
 @router.get(JOBS + "/{job_id}/plan/actual")
-def compare_plan(job_id: str, control: Here) -> PlannedAndActual:
+def compare_plan(job_id: str, control: RequestControl) -> PlannedAndActual:
     """The plan that the job was accepted with against time and bytes of its stages so far, and about what a running job
     will still take. 404 for a job without a plan."""
     job, plan = control.jobs.get(job_id), get_plan(job_id, control)
     sizes: Counter[str] = Counter()
-    for one in control.files.manifests(job_id):
-        sizes[one.stage] += sum(entry.size_bytes for entry in one.manifest.files)
+    for finished in control.files.manifests(job_id):
+        sizes[finished.stage] += sum(entry.size_bytes for entry in finished.manifest.files)
     return PlannedAndActual(stages=planned_and_actual(plan, job.status.stages, sizes, utc_now()),
                             time_left=times_left(control, (job,)).get(job_id))
 
@@ -64,38 +66,31 @@ def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
     """`time_left` of those that run and were planned to take so long that the plan has one, by id."""
     running, now = [job for job in jobs if job.status.phase == "Running"], utc_now()
     resolved = control.jobs.all_resolved([job.id for job in running])
-    found = {job.id: time_left(resolved[job.id].plan, job.status.stages, now) for job in running if job.id in resolved}
-    return {job_id: left for job_id, left in found.items() if left is not None}
-
-
-def _url(job_id: str, one: StageManifest, path: str) -> str:
-    key = f"?key={quote(one.key)}" if one.key else ""
-    return f"{JOBS}/{job_id}/artifacts/{one.stage}/{quote(path)}{key}"
+    return {job.id: left for job in running if job.id in resolved
+            and (left := time_left(resolved[job.id].plan, job.status.stages, now)) is not None}
 
 
 @router.get(JOBS + "/{job_id}/artifacts/{stage}/{path:path}", response_class=FileResponse)
-def download(job_id: str, stage: StageName, path: str, control: Here,
+def download(job_id: str, stage: StageName, path: str, control: RequestControl,
              key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None) -> Response:
     """One file of a finished stage."""
     control.jobs.get(job_id)
-    for one in control.files.manifests(job_id):
-        entry = next((entry for entry in one.manifest.files if entry.path == path), None)
-        if (one.stage, one.key) == (stage, key or "") and entry is not None:
-            return _file(control, one, entry)
+    for finished in control.files.manifests(job_id):
+        entry = next((entry for entry in finished.manifest.files if entry.path == path), None)
+        if (finished.stage, finished.key) == (stage, key or "") and entry is not None:
+            file, name = control.files.path(finished, entry), Path(entry.path).name
+            if file is not None:
+                return FileResponse(file, filename=name)
+            disposition = f"attachment; filename*=UTF-8''{quote(name)}"
+            return StreamingResponse(control.files.pieces(finished, entry), media_type="application/octet-stream",
+                                     headers={"Content-Length": str(entry.size_bytes),
+                                              "Content-Disposition": disposition})
     raise NotFound(f"no file {path!r} in the manifest of stage {stage} {key or ''}".rstrip(),
                    "list the job's artifacts: only files of finished stages can be downloaded")
 
 
-def _file(control: Control, one: StageManifest, entry: FileEntry) -> Response:
-    path, name = control.files.path(one, entry), Path(entry.path).name
-    if path is not None:
-        return FileResponse(path, filename=name)
-    return StreamingResponse(control.files.pieces(one, entry), media_type="application/octet-stream", headers={
-        "Content-Length": str(entry.size_bytes), "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}"})
-
-
 @router.get(JOBS + "/{job_id}/report")
-def report(job_id: str, control: Here) -> JobReport:
+def report(job_id: str, control: RequestControl) -> JobReport:
     """Everything measured of a job, as far as it has come."""
     job = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
@@ -111,7 +106,7 @@ class LeaderboardQuery(BaseModel):
     family: str = Field("", max_length=32)
     suite: str = Field("", max_length=63)
     temperature: Annotated[Annotated[float, Field(ge=0.0, le=4.0)] | None,
-                           BeforeValidator(lambda given: None if given == "" else given),
+                           BeforeValidator(lambda value: None if value == "" else value),
                            WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": 4},
                                                      {"const": ""}]})] = None
     engine: Literal["", EngineKind] = ""
@@ -137,16 +132,17 @@ class LeaderboardQuery(BaseModel):
 
 
 @router.get(JOBS + "/{job_id}/figures")
-def list_figures(job_id: str, control: Here, selected: Annotated[LeaderboardQuery, Query()]) -> FigureList:
+def list_figures(job_id: str, control: RequestControl, selected: Annotated[LeaderboardQuery, Query()]) -> FigureList:
     """The figures that a job has data for so far. With a family, suite, temperature or engine, that of the leaderboard
     is of those measurements alone, and left out where there are none."""
     return FigureList(items=tuple(
-        FigureSummary(name=one.name, title=one.title, caption=one.caption, rows=one.rows)
-        for one in figures_of(_selected(job_id, control, selected), selected.words())))
+        FigureSummary(name=figure.name, title=figure.title, caption=figure.caption, rows=figure.rows)
+        for figure in figures_of(_selected(job_id, control, selected), selected.words())))
 
 
 @router.get(JOBS + "/{job_id}/figures/{figure}")
-def read_figure(job_id: str, figure: str, control: Here, selected: Annotated[LeaderboardQuery, Query()]) -> Figure:
+def read_figure(job_id: str, figure: str, control: RequestControl,
+                selected: Annotated[LeaderboardQuery, Query()]) -> Figure:
     """One figure as a Vega-Lite specification with its values; that of the leaderboard by the selection."""
     return figure_of(_selected(job_id, control, selected), figure, selected.words())
 
@@ -158,7 +154,7 @@ def _selected(job_id: str, control: Control, selected: LeaderboardQuery) -> JobR
 
 @router.get("/v1alpha1/leaderboard")
 def leaderboard(
-    control: Here,
+    control: RequestControl,
     target: Annotated[str | None, Query(max_length=4096)] = None,
     job_id: Annotated[str | None, Query(max_length=63)] = None,
     family: Annotated[str | None, Query(max_length=32)] = None,

@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from eyrie_api.contract.figures import TrainingCurves
 from eyrie_api.contract.model import Name
 from eyrie_api.contract.stages import StageName
-from eyrie_api.contract.status import Event, EventList, Job, MetricList
+from eyrie_api.contract.status import Event, EventList, MetricList
 from eyrie_api.database.rendering import is_over
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.figures.training_curves import curves_of
-from eyrie_api.http.control import Control, Here
+from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.event_fanout import EventFanout, message_of
 from eyrie_api.http.routes.jobs import JOBS
 
@@ -41,30 +41,27 @@ _LOG_POLLS = 4
             responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}},
                        204: {"description": "the job has ended and all its events were sent"}})
 async def events(
-    job_id: str, control: Here, request: Request,
+    job_id: str, control: RequestControl, request: Request,
     accept: Annotated[str, Header()] = "*/*",
     last_event_id: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
     after: Annotated[int, Query(ge=0, le=2**53, description="like Last-Event-ID")] = 0,
     limit: Annotated[int, Query(ge=1, le=5000, description="for the JSON list")] = 500,
 ) -> Response:
     """Events as they happen (SSE, resumes by Last-Event-ID), or those so far with Accept: application/json."""
-    after = _resume_point(last_event_id, after)
+    if last_event_id is not None:
+        if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
+            raise InvalidInput(f"Last-Event-ID {last_event_id!r} is not an event id",
+                               "send the id of the last event seen")
+        after = max(after, int(last_event_id))
+    after = min(after, _LAST_ID)
     job = await to_thread.run_sync(control.jobs.get, job_id)
     if "application/json" in accept and _EVENT_STREAM not in accept:
-        found = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
-        return JSONResponse(EventList(items=found).model_dump(mode="json"))
+        listed = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
+        return JSONResponse(EventList(items=listed).model_dump(mode="json"))
     if is_over(job.status.conditions) and not await _fetch(control, job_id, after):
         return Response(status_code=204)
     return StreamingResponse(_event_lines(control, job_id, after, request), media_type=_EVENT_STREAM,
                              headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-
-
-def _resume_point(last_event_id: str | None, after: int) -> int:
-    if last_event_id is None:
-        return min(after, _LAST_ID)
-    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
-        raise InvalidInput(f"Last-Event-ID {last_event_id!r} is not an event id", "send the id of the last event seen")
-    return min(max(after, int(last_event_id)), _LAST_ID)
 
 
 async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]:
@@ -102,7 +99,7 @@ async def _event_lines(control: Control, job_id: str, after: int, request: Reque
 
 @router.get(JOBS + "/{job_id}/metrics")
 def metrics(
-    job_id: str, control: Here,
+    job_id: str, control: RequestControl,
     stage: StageName | None = None,
     key: Annotated[str | None, Query(max_length=63)] = None,
     name: Annotated[str | None, Query(max_length=127)] = None,
@@ -114,7 +111,7 @@ def metrics(
 
 
 @router.get(JOBS + "/{job_id}/curves")
-def curves(job_id: str, control: Here,
+def curves(job_id: str, control: RequestControl,
            max_points: Annotated[int, Query(ge=4, le=100_000)] = 1000) -> TrainingCurves:
     """The curves of its training: every chart with titles, labels and values, as the console draws them and
     `eyrie plots` writes them. Longer series are reduced as those of metrics are."""
@@ -123,22 +120,19 @@ def curves(job_id: str, control: Here,
 
 @router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)
 async def logs(
-    job_id: str, control: Here, request: Request,
+    job_id: str, control: RequestControl, request: Request,
     stage: Annotated[StageName, Query()],
     key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None,
     follow: Annotated[bool, Query(description="keep streaming until the stage ends")] = False,
 ) -> Response:
     """The output of a stage program."""
     job = await to_thread.run_sync(control.jobs.get, job_id)
-    if not follow and await to_thread.run_sync(_read, control, job_id, stage, key or "", 0) is None:
+    if not follow and await to_thread.run_sync(control.files.log, job_id, stage, key or "", 0, _CHUNK) is None:
+        started = (f"{status.stage} {status.key}".strip() for status in job.status.stages if status.started_at)
         raise NotFound(f"stage {stage} {key or ''} of job {job_id} has no log".replace("  ", " "),
-                       f"it has: {_known(job) or 'no stage has started yet'}")
+                       f"it has: {', '.join(started) or 'no stage has started yet'}")
     return StreamingResponse(_log_bytes(control, job_id, stage, key or "", request, follow=follow),
                              media_type="text/plain; charset=utf-8", headers={"X-Accel-Buffering": "no"})
-
-
-def _known(job: Job) -> str:
-    return ", ".join(f"{one.stage} {one.key}".strip() for one in job.status.stages if one.started_at is not None)
 
 
 async def _log_bytes(control: Control, job_id: str, stage: str, key: str, request: Request, *,
@@ -146,7 +140,7 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, reques
     offset = 0
     while not await request.is_disconnected():
         done = not follow or await to_thread.run_sync(_stage_ended, control, job_id, stage, key)
-        while data := await to_thread.run_sync(_read, control, job_id, stage, key, offset):
+        while data := await to_thread.run_sync(control.files.log, job_id, stage, key, offset, _CHUNK):
             offset += len(data)
             yield data
         if done:
@@ -154,14 +148,10 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, reques
         await sleep(_LOG_POLLS * control.settings.sse_poll_s)
 
 
-def _read(control: Control, job_id: str, stage: str, key: str, offset: int) -> bytes | None:
-    return control.files.log(job_id, stage, key, offset, _CHUNK)
-
-
 def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
     try:
         job = control.jobs.get(job_id)
     except NotFound:
         return True
-    states = [one.state for one in job.status.stages if (one.stage, one.key) == (stage, key)]
+    states = [status.state for status in job.status.stages if (status.stage, status.key) == (stage, key)]
     return is_over(job.status.conditions) or bool(states and states[0] not in ("Pending", "Running"))
