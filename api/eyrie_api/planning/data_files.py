@@ -8,6 +8,7 @@ bytes and zstd by its first, since their rows need a library that the control pl
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from itertools import islice
@@ -60,7 +61,7 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
     answered   as `data.answered`: each row has to end with an answer
     """
     files = data_files(source.path)
-    if not files and _is_directory(source.path):
+    if not files and os.path.isdir(os.path.expanduser(source.path)):
         raise NoUsableData(f"data source {source.path!r} is a directory without data files",
                            f"put files there whose names end in {', '.join(SUFFIXES)}")
     if not files and is_pattern(source.path):
@@ -70,13 +71,6 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
     for file in files[:_CHECKED_FILES]:
         _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_dir()
-    except (OSError, RuntimeError):
-        return False
 
 
 def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
@@ -169,13 +163,11 @@ def _fault(line: bytes, layout: str, answered: bool) -> str | None:
     turns = [turn if isinstance(turn, Mapping) else {} for turn in held]
     if not any(_role(turn) == "user" for turn in turns):
         return _NO_USER
-    return _NO_ANSWER if answered and not (_role(turns[-1]) == "assistant" and _says_something(turns[-1])) else None
+    last_answers = _role(turns[-1]) == "assistant" and any(turns[-1].get(key) for key in (
+        "content", "value", "tool_calls", "function_call", "function_calls"))
+    return _NO_ANSWER if answered and not last_answers else None
 
 
 def _role(turn: Mapping[str, Any]) -> str | None:
     name = str(turn.get("role", turn.get("from")))
     return "assistant" if name in CALL_TURNS else ROLES.get(name)
-
-
-def _says_something(turn: Mapping[str, Any]) -> bool:
-    return any(turn.get(key) for key in ("content", "value", "tool_calls", "function_call", "function_calls"))

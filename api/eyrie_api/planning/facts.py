@@ -166,10 +166,7 @@ def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | No
 
 def exists(path: str) -> bool:
     """Whether the path exists on this machine; False for an invalid path."""
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
+    return os.path.exists(os.path.expanduser(path))
 
 
 def local_path(path: str) -> Path | None:
@@ -212,8 +209,8 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
 def _absolute(path: str) -> str:
     if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
         return path
-    found = local_path(path)
-    return path if found is None else str(found)
+    local = local_path(path)
+    return path if local is None else str(local)
 
 
 @cache
@@ -308,14 +305,11 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
 def data_facts(data: DataSpec) -> DataFacts:
     """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
     samples = [_sample(source) for source in data.sources]
-    if any(sample.prompt_tokens is None for sample in samples):
-        return DataFacts()
     total = sum(sample.rows or 0 for sample in samples)
-    if not total:
+    if not total or any(sample.prompt_tokens is None for sample in samples):
         return DataFacts()
     prompt = sum((sample.prompt_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total
-    answers = [sample.answer_tokens for sample in samples]
-    known = all(one is not None for one in answers)
+    known = all(sample.answer_tokens is not None for sample in samples)
     answer = sum((sample.answer_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total if known else None
     return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
                      source=", ".join(dict.fromkeys(sample.source for sample in samples)),

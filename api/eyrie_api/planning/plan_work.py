@@ -280,15 +280,3 @@ def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus 
     device = gpu_bytes(work.job.gpus["train"].gpu_type) or ASSUMED_GPU_BYTES
     longest = min(spec.capture.max_length, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)
     return training.fitted(device, usable_bytes(device), longest)
-
-
-def require_gpu_memory(job: ResolvedJob, target: TargetFacts, data: DataFacts) -> None:
-    """Raises GpuTooSmall for a training step that does not fit the requested type of GPU, if its label names a size."""
-    label, work = job.gpus["train"].gpu_type, PlannedWork(job, target, data)
-    device = gpu_bytes(label)
-    if label is None or device is None:
-        return
-    for candidate in job.candidates:
-        training = training_on_gpus(work, candidate)
-        if training is not None:
-            training.require(device, label, usable_bytes(device))

@@ -86,8 +86,9 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: Engin
     """
     if wanted == "sglang":
         return wanted
-    loadable = fits_device and data.get("quantization_config") is None
-    if wanted == "auto" and engine == "sglang" and not streams and not loadable and _captured_by_sglang(data):
+    loadable, named = fits_device and data.get("quantization_config") is None, data.get("architectures")
+    is_captured = isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
+    if wanted == "auto" and engine == "sglang" and not streams and not loadable and is_captured:
         return "sglang"
     _check_unquantised(data)
     if wanted == "transformers":
@@ -97,11 +98,6 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: Engin
     if wanted == "reference":
         check_config(data)
     return "transformers"
-
-
-def _captured_by_sglang(data: Mapping[str, Any]) -> bool:
-    named = data.get("architectures")
-    return isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
 
 
 def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:

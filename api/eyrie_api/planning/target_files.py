@@ -104,12 +104,11 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
     if not known:
         return
     for name, shape in wanted.items():
-        found = stored.get(name)
-        if found is None:
+        if name not in stored:
             raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
                                     _SAVE)
-        if found.shape != shape:
-            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
+        if stored[name].shape != shape:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(stored[name].shape)}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")
     others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
               and not (facts.tie_word_embeddings and name == "lm_head.weight")]
@@ -315,14 +314,14 @@ def _end_ids(config: Mapping[str, Any]) -> list[int]:
 def _named_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that prompts and answers depend on. Padding and the like never reach the model."""
     file = directory / "special_tokens_map.json"
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for source in (read_object(file) if file.is_file() else {}, settings):
         for kind in ("bos_token", "eos_token"):
             value = source.get(kind)
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):
-                found[kind] = value
-    return found
+                tokens[kind] = value
+    return tokens
 
 
 def _check_templates(directory: Path, settings: Mapping[str, Any]) -> None:
@@ -344,24 +343,24 @@ def _check_templates(directory: Path, settings: Mapping[str, Any]) -> None:
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """The text of each template, by the file that holds it."""
     settings_file, legacy = directory / "tokenizer_config.json", directory / "chat_template.json"
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     declared = [(settings_file, settings.get("chat_template"))]
     if legacy.is_file():
         declared.append((legacy, read_object(legacy).get("chat_template")))
     for file, value in declared:
         if isinstance(value, list):
             named = [entry.get("template") if isinstance(entry, dict) else None for entry in value]
-            found |= {f"{file} (entry {index})": str(text) for index, text in enumerate(named) if text is not None}
+            templates |= {f"{file} (entry {index})": str(text) for index, text in enumerate(named) if text is not None}
         elif value is not None:
-            found[str(file)] = str(value)
+            templates[str(file)] = str(value)
     files = [directory / "chat_template.jinja", *sorted(directory.glob("additional_chat_templates/*.jinja"))]
     for file in files:
         if file.is_file():
             try:
-                found[str(file)] = file.read_text(encoding="utf-8")
+                templates[str(file)] = file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise NoChatTemplate(f"{file} cannot be read: {error}", "correct the template") from None
-    return found
+    return templates
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
