@@ -230,32 +230,33 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
     capture = work.spec.capture
     if not work.within_budget:
         warnings.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
-                     f"{work.supervised} answer need more")
+                        f"{work.supervised} answer need more")
     elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
         warnings.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
-                     f"capture.max_bytes {capture.max_bytes}")
+                        f"capture.max_bytes {capture.max_bytes}")
     if work.prompt + work.answer > work.spec.capture.max_length:
         warnings.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
-                     f"{work.spec.capture.max_length}")
-    stored, asked = work.target.dtype, job.target.dtype
-    if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
+                        f"{work.spec.capture.max_length}")
+    stored, requested = work.target.dtype, job.target.dtype
+    if work.num_gpus and requested == "float32" and stored in ("bfloat16", "float16"):
         warnings.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
-                     f"memory: set target.dtype {stored}")
+                        f"memory: set target.dtype {stored}")
     unknown = sorted(family for family in job.families if not FAMILIES[family].step_cost_known)
     if work.num_gpus and unknown:
-        warnings.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
-                     "run out of it, lower train.max_tokens_per_gpu")
+        warnings.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a "
+                        "GPU run out of it, lower train.max_tokens_per_gpu")
     smallest = min(map(work.step_tokens, job.candidates))
     if work.trained < 10 * smallest:
-        warnings.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+        warnings.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak "
+                        "drafter")
     if work.rows < FEW_ROWS:
         warnings.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
-                     "drafter, and figures that vary by chance; give more in data.sources, or raise "
-                     "data.max_conversations")
+                        "drafter, and figures that vary by chance; give more in data.sources, or raise "
+                        "data.max_conversations")
     rows, candidate, name = work.scarcest
     if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
-        warnings.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes all "
-                     f"of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
+        warnings.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes "
+                        f"all of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
     return tuple(warnings)
 
 
