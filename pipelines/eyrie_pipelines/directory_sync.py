@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -63,21 +63,26 @@ class DirectorySync:
         """Record files that are both in the store and in this directory as uploaded. Call right after a download."""
         sizes = {item.key.removeprefix(f"{self._prefix}/"): item.size_bytes
                  for item in self._store.list(self._prefix)}
-        if ROWS_FILE not in self._not_ours:
-            self._begin_ledger(sizes)
+        ledger = self._directory / ROWS_FILE
+        parts = sum(size for name, size in sizes.items() if name.startswith(f"{LEDGER_PARTS}/"))
+        if parts and ROWS_FILE not in self._not_ours:
+            if ledger.is_file() and ledger.stat().st_size == parts:
+                self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
+            else:  # not what `join_parts` has made of them
+                self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
         self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in sizes}
-
-    def _begin_ledger(self, sizes: Mapping[str, int]) -> None:
-        ledger, parts = self._directory / ROWS_FILE, sum(sizes[name] for name in sizes if _is_part(name))
-        if parts and ledger.is_file() and ledger.stat().st_size == parts:
-            self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
-        elif parts:  # not what `join_parts` has made of them
-            self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
 
     @contextmanager
     def every(self, sync_s: float) -> Iterator[None]:
         """Sync in a thread, and once more when the stage ends without a manifest (interrupted, or failed)."""
-        thread = threading.Thread(target=self._repeat, args=(sync_s,), name="eyrie-sync", daemon=True)
+        def repeat() -> None:
+            pause_s = sync_s
+            while not self._stopping.wait(pause_s):
+                began = time.monotonic()
+                self._try()
+                pause_s = max(sync_s, self._share * (time.monotonic() - began))
+
+        thread = threading.Thread(target=repeat, name="eyrie-sync", daemon=True)
         thread.start()
         try:
             yield
@@ -88,13 +93,6 @@ class DirectorySync:
             if not (self._directory / MANIFEST).exists():
                 self._try()
             shutil.rmtree(self._directory / _SNAPSHOT_DIR, ignore_errors=True)
-
-    def _repeat(self, sync_s: float) -> None:
-        pause_s = sync_s
-        while not self._stopping.wait(pause_s):
-            began = time.monotonic()
-            self._try()
-            pause_s = max(sync_s, self._share * (time.monotonic() - began))
 
     def _try(self) -> None:
         try:
@@ -118,7 +116,6 @@ class DirectorySync:
             if name not in stamps and not any(fnmatch(name, pattern) for pattern in self._not_ours):
                 self._store.delete(item.key)
                 self._uploaded.pop(name, None)
-
 
     def _send_ledger(self) -> None:
         """Upload the whole lines that were appended to the ledger. Nothing of one that the stage has replaced by a
@@ -157,10 +154,6 @@ def join_parts(directory: Path) -> None:
             part.unlink()  # the disk need not hold the ledger twice
     joined.replace(directory / ROWS_FILE)
     shutil.rmtree(directory / LEDGER_PARTS)
-
-
-def _is_part(name: str) -> bool:
-    return name.startswith(f"{LEDGER_PARTS}/")
 
 
 def _take_snapshot(directory: Path) -> dict[str, FileStamp]:

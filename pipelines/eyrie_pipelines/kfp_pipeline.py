@@ -181,18 +181,13 @@ def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
     return done
 
 
-def _unplaced(task: Any, _kind: TaskKind, _profile: str) -> Any:
-    """One machine: tasks need no placement."""
-    return task
-
-
-def define(place: Callable[[Any, TaskKind, str], Any] = _unplaced, trainings: int | None = 1,
+def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: task, trainings: int | None = 1,
            benchmarks: int | None = 1, *, together: bool = True, prefetched: bool = False,
            profiles: Sequence[str] = ()) -> Any:
     """The whole job as a kfp pipeline.
 
     place       applies a placement to a task, given its kind and the name of its hardware profile, if it is measured
-                on one
+                on one; on one machine tasks need none
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training

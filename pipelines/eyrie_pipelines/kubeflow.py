@@ -44,18 +44,17 @@ from typing import Any, TypeVar
 import kfp_server_api
 import urllib3
 
-from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
+from eyrie_api.artifacts import MANIFEST, code_version, digest_model, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.reports import TrainReport
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.errors import ArtifactMissing, InvalidInput, Permanent, Transient
 from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
-from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
-from eyrie_pipelines.stage_specs import benchmarked
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Runner, RunState
+from eyrie_pipelines.stage_specs import stage_keys
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
@@ -80,8 +79,9 @@ class Counting(Frozen):
     """The stages' work when that start was made (`work_done`)."""
 
 
-class KubeflowRunner:
-    """Runs of one installation. `store` is the work area; None where job directories lie on a shared volume."""
+class KubeflowRunner(Runner):
+    """Runs of one installation, which do not depend on the control plane. `store` is the work area; None where job
+    directories lie on a shared volume."""
 
     def __init__(self, profile: ClusterProfile, home: Path, store: ArtifactStore | None) -> None:
         self._profile, self._home, self._store = profile, home.absolute(), store
@@ -101,14 +101,19 @@ class KubeflowRunner:
         alive = state == "running"
         if failure is not None:
             state = "failed"
-        elif state == "failed" and _was_terminated(run):
+        # Kubeflow reports a Workflow that a user terminated as FAILED; its history has CANCELING.
+        elif state == "failed" and (run.state == "CANCELED" or any(
+                entry.state == "CANCELING" for entry in run.state_history or ())):
             failure = RunFailed(None, "", "RunTerminated",
                                 f"run {run.display_name} was terminated in Kubeflow Pipelines",
                                 "retry the job: it resumes after its finished stages")
         elif state == "failed" and starts < _UNEXPLAINED_FAILURES:
             state = "gone"
         elif state == "failed":
-            failure = _unexplained(run)
+            said = " ".join(str(run.error.message).split())[:1000] if run.error and run.error.message else ""
+            failure = RunFailed(None, "", "PipelineFailed",
+                                said or f"run {run.display_name} failed, and no stage reported a failure",
+                                f"inspect run {run.run_id} in Kubeflow Pipelines, then retry the job")
         return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
                            leftovers=alive and state == "failed")
 
@@ -124,7 +129,6 @@ class KubeflowRunner:
                                hardware=spec.prove.hardware,
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
         job = self._write_job(job)
-        self._remove_failure(job.id)
         number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
         self._count_progress(job, number)
         self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
@@ -143,17 +147,14 @@ class KubeflowRunner:
         path = self._dir(job_id) / _COUNTING
         if fetch:
             self._fetch(path)
-        found = read_record(path, Counting)
-        return found if found is not None and found.attempt == attempt else Counting(attempt=attempt)
+        counting = read_record(path, Counting)
+        return counting if counting is not None and counting.attempt == attempt else Counting(attempt=attempt)
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""
         for _attempt, _starts, run in self._runs(job_id):
             if _STATES.get(str(run.state), "running") == "running" and run.state != "CANCELING":
                 self._api.terminate_run(run.run_id)
-
-    def pause(self, job_id: str) -> None:
-        """See `Runner`: a run of Kubeflow does not depend on the control plane."""
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
         """See `Runner`. Race: several workers may pass this check at once, and each may then exceed `max_runs` by one.
@@ -186,7 +187,8 @@ class KubeflowRunner:
         for name in (RUN_FAILURE, *_DRIVER_FILES):
             self._fetch(self._dir(job_id) / name)
         for stage in STAGES:
-            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, job, stage)]
+            keys = stage_keys(job, self._dir(job_id), stage)
+            finished = [self._refresh_stage(job_id, stage, key) for key in keys]
             if not all(finished):
                 return  # later stages cannot have started
 
@@ -207,16 +209,6 @@ class KubeflowRunner:
             (directory / MANIFEST).unlink(missing_ok=True)
         return finished
 
-    def _keys(self, job_id: str, job: ResolvedJob, stage: StageName) -> list[str]:
-        names = [candidate.name for candidate in job.candidates]
-        if stage == "train":
-            return names
-        if stage == "benchmark":
-            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in names]
-            trained = [report for report in reports if isinstance(report, TrainReport)]
-            return [checkpoint.name for checkpoint in benchmarked(job, trained)]
-        return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
-
     def persist(self, job_id: str, name: str) -> None:
         """See `Runner`."""
         if self._store is not None:
@@ -230,7 +222,11 @@ class KubeflowRunner:
             self._store.delete_all(self._key(self._dir(job_id)))
 
     def _write_job(self, new: JobFile) -> JobFile:
-        path = self._dir(new.id) / JOB_FILE
+        """Write `job.json`, and remove the failure of the run before."""
+        path, failure = self._dir(new.id) / JOB_FILE, self._dir(new.id) / RUN_FAILURE
+        if self._store is not None:
+            self._store.delete(self._key(failure))
+        failure.unlink(missing_ok=True)
         self._fetch(path)
         before = read_record(path, JobFile)
         job = new.after(before)
@@ -238,12 +234,6 @@ class KubeflowRunner:
             write_model(path, job)
             self.persist(job.id, JOB_FILE)
         return job
-
-    def _remove_failure(self, job_id: str) -> None:
-        path = self._dir(job_id) / RUN_FAILURE
-        if self._store is not None:
-            self._store.delete(self._key(path))
-        path.unlink(missing_ok=True)
 
     def _fetch(self, path: Path) -> None:
         """Download a small file; remove the local copy when the store has none."""
@@ -284,19 +274,6 @@ class KubeflowRunner:
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._home).as_posix()
-
-
-def _was_terminated(run: Any) -> bool:
-    """Whether a user terminated the run. Kubeflow reports a terminated Workflow as FAILED; its history has
-    CANCELING."""
-    return run.state == "CANCELED" or any(entry.state == "CANCELING" for entry in run.state_history or ())
-
-
-def _unexplained(run: Any) -> RunFailed:
-    message = " ".join(str(run.error.message).split())[:1000] if run.error is not None and run.error.message else ""
-    return RunFailed(None, "", "PipelineFailed",
-                     message or f"run {run.display_name} failed, and no stage reported a failure",
-                     f"inspect run {run.run_id} in Kubeflow Pipelines, then retry the job")
 
 
 # Requests to Kubeflow.
@@ -415,7 +392,12 @@ class KfpApi:
         """Send one request and translate its errors."""
         self._client.set_default_header("Accept", "application/json")
         if self._spec.token_file is not None:
-            self._client.set_default_header("Authorization", f"Bearer {_read_token(Path(self._spec.token_file))}")
+            path = Path(self._spec.token_file)
+            try:
+                self._client.set_default_header("Authorization", f"Bearer {path.read_text().strip()}")
+            except OSError as error:
+                raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
+                                          "will retry; mount the service account's token there") from None
         try:
             return call({"_request_timeout": self._spec.timeout_s})
         except kfp_server_api.ApiException as error:
@@ -428,14 +410,6 @@ class KfpApi:
 
 def _where(key: str, operation: int, value: str) -> str:
     return json.dumps({"predicates": [{"key": key, "operation": operation, "string_value": value}]})
-
-
-def _read_token(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
-                                  "will retry; mount the service account's token there") from None
 
 
 def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:

@@ -36,7 +36,6 @@ from typing import Literal
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
 from eyrie_api.planning.facts import gpus_of
@@ -51,8 +50,8 @@ from eyrie_pipelines.processes import (
     stop_group,
 )
 from eyrie_pipelines.run_records import RUN_DIR, RunFailure, read_failure, read_record, work_done
-from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
-from eyrie_pipelines.several_gpus import SHARES, gpu_shares, written
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Runner, RunState
+from eyrie_pipelines.several_gpus import SHARES, gpu_shares
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.tasks import load_job
 
@@ -109,14 +108,12 @@ class RunNotStarted(Permanent):
     reason = "RunNotStarted"
 
 
-class LocalRunner:
-    """Runs of one home directory, at most `max_runs` at once."""
+class LocalRunner(Runner):
+    """Runs of one home directory, at most `max_runs` at once. Stages work in the job's own directory: nothing has to be
+    downloaded or uploaded."""
 
     def __init__(self, home: Path, *, max_runs: int = 1) -> None:
         self._home, self._max_runs = home.absolute(), max_runs
-
-    def refresh(self, job_id: str, job: ResolvedJob) -> None:
-        """See `Runner`: stages work in the job's own directory."""
 
     def observe(self, job_id: str) -> ObservedRun:
         """See `Runner`."""
@@ -146,9 +143,6 @@ class LocalRunner:
         """See `Runner`."""
         if observe(self._dir(job_id)).state == "running":
             pause(self._dir(job_id))
-
-    def persist(self, job_id: str, name: str) -> None:
-        """See `Runner`: jobs are stored on this disk, nothing to upload."""
 
     def delete(self, job_id: str) -> None:
         """See `Runner`."""
@@ -340,7 +334,7 @@ def _prepare_environment(run_dir: Path, engine: EngineSpec) -> None:
     this machine's GPUs among measurements where there are several."""
     shares = gpu_shares(gpus_of(os.environ), engine)
     if len(shares) > 1:
-        os.environ.setdefault(SHARES, written(shares))
+        os.environ.setdefault(SHARES, ";".join(",".join(share) for share in shares))
     os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
     (run_dir / "tmp").mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(run_dir / "tmp")

@@ -67,7 +67,7 @@ def find_process(*wanted: str) -> ProcessId | None:
 def arguments_of(pid: int) -> list[str]:
     """The command line of a process; empty when it has ended or is another user's."""
     try:
-        return [os.fsdecode(one) for one in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
+        return [os.fsdecode(argument) for argument in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
     except OSError:
         return []
 
@@ -118,4 +118,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return result
-

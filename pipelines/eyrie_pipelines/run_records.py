@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from eyrie_api.artifacts import MANIFEST
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.records import STAGE_RECORD, Failure, ProgressRecord
 from eyrie_api.contract.stages import StageName
-from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.errors import Permanent
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +75,6 @@ def read_stage_failure(directory: Path) -> Failure | None:
     return read_record(directory / FAILURE_FILE, Failure)
 
 
-def failure_of(error: EyrieError, directory: Path) -> Failure:
-    """The record of an error: the stage program's own where the program reported one."""
-    reported = read_stage_failure(directory) if isinstance(error, StageFailed) else None
-    return reported or Failure(reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
-                               time=datetime.now(UTC))
-
-
 @dataclass(frozen=True)
 class Attempts:
     """Ends of a program without a result, counted while it gets no further."""
@@ -116,13 +108,13 @@ def work_done(job_dir: Path) -> tuple[int, float]:
 
 def positions(directories: Iterable[Path]) -> Positions:
     """The latest progress of each of these stages; a finished one has its manifest as another unit."""
-    found = {}
+    latest = {}
     for directory in directories:
         if (last := _last_progress(directory)) is not None:
-            found[directory.name, last.unit] = last.done
+            latest[directory.name, last.unit] = last.done
         if (directory / MANIFEST).exists():
-            found[directory.name, MANIFEST] = 1.0
-    return found
+            latest[directory.name, MANIFEST] = 1.0
+    return latest
 
 
 def _last_progress(directory: Path) -> ProgressRecord | None:

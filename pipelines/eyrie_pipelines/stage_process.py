@@ -140,15 +140,6 @@ def _explain(code: int, directory: Path) -> tuple[str, str]:
     return f"the program ended with exit code {code}{last}", f"read {log}, then retry the job"
 
 
-def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
-    environment = {**defaults, **os.environ}
-    if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
-        environment.pop("TMPDIR", None)
-        if outer:
-            environment["TMPDIR"] = outer
-    return environment
-
-
 def _run_with_room(arguments: list[str], directories: Sequence[Path],
                    defaults: Mapping[str, str]) -> tuple[int, bool]:
     """`_run_once`, again and again while the disk is full: that is no attempt, and ends when space is freed. As much as
@@ -179,6 +170,11 @@ def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]
     """
     interrupted = False
     child: subprocess.Popen[bytes] | None = None
+    environment = {**defaults, **os.environ}
+    if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
+        environment.pop("TMPDIR", None)
+        if outer:
+            environment["TMPDIR"] = outer
 
     def forward(number: int, _frame: FrameType | None) -> None:
         nonlocal interrupted
@@ -189,8 +185,8 @@ def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with (directory / "log.txt").open("ab") as log:
-            child = subprocess.Popen(arguments, cwd=directory, env=_environment(defaults), stdout=log,
-                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            child = subprocess.Popen(arguments, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                                     stdin=subprocess.DEVNULL)
             if interrupted:  # race: the signal arrived after the handler was set and before `child` was assigned
                 child.terminate()
             return child.wait(), interrupted

@@ -13,11 +13,13 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_report, write_model
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.records import Failure
 from eyrie_api.contract.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
 from eyrie_api.contract.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_api.decisions.leaderboard import select_for_proof
@@ -28,7 +30,6 @@ from eyrie_pipelines.run_records import (
     RUN_DIR,
     RunFailure,
     StageFailed,
-    failure_of,
     read_failure,
     read_stage_failure,
 )
@@ -112,12 +113,13 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
     directory = stage_dir(Path(job_dir), "train", spec.candidate)
     work = WorkArea.of(Path(job_dir))
     work.download_manifest(directory)
-    if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
+    if not _is_finished(spec, directory):
         client = trainjob.TrainJobClient.in_cluster()
         arguments = ["train", "--job-dir", job_dir, "--spec-digest", spec_digest, "--key", spec.candidate]
         name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
-        result = client.run(trainjob.render(trainjob.request_from_environment(), name, client.namespace, arguments,
-                                            os.environ.get(trainjob.RUN_VARIABLE, "")))
+        request = trainjob.TrainJobRequest.model_validate_json(os.environ[TRAINJOB_VARIABLE])
+        result = client.run(trainjob.render(request, name, client.namespace, arguments,
+                                            os.environ[trainjob.RUN_VARIABLE]))
         work.begin()
         first = read_failure(Path(job_dir))
         if first is not None:
@@ -159,8 +161,8 @@ def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: 
     """Measure all checkpoints that have no manifest yet, on several GPUs at once. Raises StageFailed after a failure,
     which is recorded."""
     root = Path(job_dir)
-    missing = [one.name for one in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
-        _benchmark_spec(job_dir, job, reports, one), stage_dir(root, "benchmark", one.name))]
+    missing = [ref.name for ref in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
+        _benchmark_spec(job_dir, job, reports, ref), stage_dir(root, "benchmark", ref.name))]
     if len(missing) > 1:
         measure_on_shares(job_dir, spec_digest, missing, shares)
     if (failed := read_failure(root)) is not None:
@@ -180,11 +182,9 @@ def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, "tune"):
         job = load_job(job_dir, spec_digest)
         trained = train_reports(job_dir, job)
-        benchmarks = [stage_report(job_dir, stage_specs.reference("benchmark", one.name), BenchmarkReport)
-                      for one in stage_specs.benchmarked(job.resolved, trained)]
         return _run(job_dir, stage_specs.tune_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint),
-            stage_specs.rival_to_beat(job.resolved, trained, benchmarks, checkpoint)))
+            stage_specs.rival_to_beat(job.resolved, trained, benchmark_reports(job_dir, job, trained), checkpoint)))
 
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
@@ -195,7 +195,13 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
         spec = stage_specs.prove_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint), tuned,
             None if rival is None else stage_specs.find_checkpoint(job.resolved, trained, rival.checkpoint))
-        _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
+        # The incumbent is the only input of a stage that is not part of the job: by the time of a retry the endpoint
+        # may serve another drafter, and a finished comparison is void.
+        directory, work = stage_dir(Path(job_dir), "prove"), WorkArea.of(Path(job_dir))
+        work.download_manifest(directory)
+        if (directory / MANIFEST).exists() and not _is_finished(spec, directory):
+            shutil.rmtree(directory)
+            work.remove(directory)
         return _run(job_dir, spec)
 
 
@@ -203,18 +209,8 @@ def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> s
     """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
     with _recording_failure(job_dir, "hardware", profile):
         job = load_job(job_dir, spec_digest)
-        found = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
-        return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), found, profile), profile)
-
-
-def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
-    """Remove a finished prove stage that was run from another spec. The incumbent is the only input of a stage that is
-    not part of the job: by the time of a retry the endpoint may serve another drafter, and the comparison is void."""
-    work = WorkArea.of(directory.parent.parent)
-    work.download_manifest(directory)
-    if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
-        shutil.rmtree(directory)
-        work.remove(directory)
+        ref = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
+        return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), ref, profile), profile)
 
 
 @contextlib.contextmanager
@@ -232,7 +228,9 @@ def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterato
     except Transient:  # the store is unavailable: the runner restarts the task
         raise
     except EyrieError as error:
-        failure = failure_of(error, stage_dir(root, stage, key))
+        reported = read_stage_failure(stage_dir(root, stage, key)) if isinstance(error, StageFailed) else None
+        failure = reported or Failure(reason=error.reason, message=error.message, hint=error.hint,
+                                      exit_code=error.exit_code, time=datetime.now(UTC))
         if read_failure(root) is None:  # race: a stage on another node may have recorded its failure first; keep that
             write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
             work.upload(root / RUN_DIR / FAILURE_FILE)
@@ -257,6 +255,12 @@ def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
     collected outputs of one fan-out as input of another."""
     return [stage_report(job_dir, stage_specs.reference("train", candidate.name), TrainReport)
             for candidate in job.resolved.candidates]
+
+
+def benchmark_reports(job_dir: str, job: JobFile, trained: Sequence[TrainReport]) -> list[BenchmarkReport]:
+    """Reports of every checkpoint and rival that was benchmarked."""
+    return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport)
+            for ref in stage_specs.benchmarked(job.resolved, trained)]
 
 
 def stage_manifest(job_dir: str, ref: str) -> Manifest:

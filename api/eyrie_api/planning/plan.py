@@ -256,7 +256,8 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
     rows, candidate, name = work.scarcest
     if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
         warnings.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes "
-                        f"all of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
+                        f"all of source {name}; give it a larger weight in data.sources, or a smaller share in the "
+                        "mixes")
     return tuple(warnings)
 
 

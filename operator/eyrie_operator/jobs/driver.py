@@ -67,7 +67,6 @@ from eyrie_operator.jobs.observation import (
     observe_stages,
     outcome_of,
     read_outcome,
-    train_reports,
 )
 from eyrie_operator.jobs.reconcile import (
     Action,
@@ -82,7 +81,7 @@ from eyrie_operator.jobs.reconcile import (
     reconcile,
 )
 from eyrie_pipelines.runner import JobFile, ObservedRun, Runner
-from eyrie_pipelines.stage_specs import find_checkpoint
+from eyrie_pipelines.stage_specs import find_checkpoint, train_reports
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
