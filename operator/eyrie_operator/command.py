@@ -132,19 +132,19 @@ def doctor(
     database = Database(settings.resolved_database_url)
     try:
         store = JobFiles.of(settings).store
-        found = list(examination.examine(examination.Home(settings.home.absolute(), database, digests, store)))
+        defects = list(examination.examine(examination.Home(settings.home.absolute(), database, digests, store)))
     finally:
         database.close()
     if repair:
-        found = [examination.repair(settings.home.absolute(), one) for one in found]
-    left = [one for one in found if not one.repaired]
-    words = [f"{'repaired' if one.repaired else one.reason}  {one.where}\n  {one.message}"
-             + ("" if one.repaired else f"\n  hint: {one.hint}") for one in found]
+        defects = [examination.repair(settings.home.absolute(), defect) for defect in defects]
+    left = [defect for defect in defects if not defect.repaired]
+    words = [f"{'repaired' if defect.repaired else defect.reason}  {defect.where}\n  {defect.message}"
+             + ("" if defect.repaired else f"\n  hint: {defect.hint}") for defect in defects]
     where = settings.home if store is None else store.url
     more = "" if digests else "; --digests reads every file as well"
-    words.append(f"{len(found)} findings, {len(found) - len(left)} repaired" if found else
+    words.append(f"{len(defects)} findings, {len(defects) - len(left)} repaired" if defects else
                  f"{where}: nothing is damaged{more}")
-    screen.show([one.model_dump() for one in found], "\n".join(words))
+    screen.show([defect.model_dump() for defect in defects], "\n".join(words))
     if left:
         raise typer.Exit(ArtifactCorrupt.exit_code)
 
@@ -317,12 +317,12 @@ def publish(
     if (to is None) == (out is None):
         raise InvalidInput("give one of --to and --out", "--to org/name writes to the Hub, --out DIR to a directory")
     with Client(server) as client, tempfile.TemporaryDirectory() as scratch:
-        found = find_job(client, job)
+        trained = find_job(client, job)
         directory = out or Path(scratch) / "drafter"
-        name = files.publish(client, found.id, checkpoint, directory)
+        name = files.publish(client, trained.id, checkpoint, directory)
         where = str(directory) if to is None else files.upload(
-            directory, to, public=public, message=f"{name} of job {found.spec.name or found.id}, with its results")
-    Screen(as_json=as_json).show({"checkpoint": name, "job": found.id, "published": where},
+            directory, to, public=public, message=f"{name} of job {trained.spec.name or trained.id}, with its results")
+    Screen(as_json=as_json).show({"checkpoint": name, "job": trained.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
 
 

@@ -172,8 +172,6 @@ def stop_orphans(settings: Settings) -> None:
     stop_endpoints(settings.home)
 
 
-log = logging.getLogger(__name__)
-
 _UPLOAD_S = 7 * 24 * 3600.0
 """Unfinished uploads older than this are abandoned."""
 

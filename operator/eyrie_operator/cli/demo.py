@@ -119,7 +119,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     if screen.as_json:
         screen.show(report, "")
         return
-    final = next((one.report.final for one in manifests if isinstance(one.report, TuneReport)), None)
+    final = next((manifest.report.final for manifest in manifests if isinstance(manifest.report, TuneReport)), None)
     screen.out.print(Group(Text(), closing(report, final, reply), Text(), where(report, plots, home)))
     if report["endpoint"]:
         # Outside of any table and unwrapped, so that it can be copied.
@@ -266,14 +266,14 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)"):
         table.add_column(column, justify="left" if column == "USERS" else "right")
-    rows = [(f"{one['users']:g} at once" if one["users"] > 1 else "1", one) for one in proof["loads"]]
-    rows += [(f"{one['users']:g}, another system prompt", one) for one in proof["changed_prompt"]]
-    for asked, one in rows:
-        low, high = one["speedup_interval"]
-        table.add_row(asked if one["variant"] == "candidate" else f"{asked}, {one['variant']}",
-                      f"{times(one['speedup'])} ({low:.2f}-{high:.2f})",
-                      f"{one['tokens_per_s']:.0f} ({one['off_tokens_per_s']:.0f})",
-                      f"{milliseconds(one['ttft_p99_s'])} ({milliseconds(one['off_ttft_p99_s'])})")
+    rows = [(f"{load['users']:g} at once" if load["users"] > 1 else "1", load) for load in proof["loads"]]
+    rows += [(f"{load['users']:g}, another system prompt", load) for load in proof["changed_prompt"]]
+    for users, load in rows:
+        low, high = load["speedup_interval"]
+        table.add_row(users if load["variant"] == "candidate" else f"{users}, {load['variant']}",
+                      f"{times(load['speedup'])} ({low:.2f}-{high:.2f})",
+                      f"{load['tokens_per_s']:.0f} ({load['off_tokens_per_s']:.0f})",
+                      f"{milliseconds(load['ttft_p99_s'])} ({milliseconds(load['off_ttft_p99_s'])})")
     parity = proof["parity"]
     holds = "serves what was trained" if parity["passed"] else "does NOT serve what was trained"
     tau = parity["reference_tau"]

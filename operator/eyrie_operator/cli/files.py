@@ -77,7 +77,6 @@ def refusal(error: Mapping[str, Any]) -> EyrieError:
 
 
 def is_defective(document: Mapping[str, Any]) -> bool:
-    """Whether any finding is an error."""
     return any(finding["severity"] == "error" for finding in document["findings"])
 
 
@@ -124,7 +123,7 @@ class NotPublished(Permanent):
 
 def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
     """The named checkpoint; by default the tuned one, else the best that the job trained. Raises NotFound. Pure."""
-    measured = [one.checkpoint for one in report.benchmark if not one.rival]
+    measured = [benchmark.checkpoint for benchmark in report.benchmark if not benchmark.rival]
     if wanted is not None:
         if wanted not in measured:
             raise NotFound(f"job {report.job_id} has no measured checkpoint {wanted!r} of its own",
@@ -132,7 +131,7 @@ def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
         return wanted
     if report.tune is not None and report.tune.checkpoint in measured:
         return report.tune.checkpoint
-    best = next((one.checkpoint for one in report.leaderboard if one.checkpoint in measured), None)
+    best = next((entry.checkpoint for entry in report.leaderboard if entry.checkpoint in measured), None)
     if best is None:
         raise NotFound(f"job {report.job_id} has no measured checkpoint yet", "wait for its benchmark stage")
     return best
@@ -140,12 +139,11 @@ def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
 
 def results_of(report: JobReport, checkpoint: str) -> dict[str, Any]:
     """What was measured of a checkpoint, without what concerns the server alone. Pure."""
-    found: dict[str, Any] = {"benchmark": next(one for one in report.benchmark if one.checkpoint == checkpoint)}
+    results: dict[str, Any] = {
+        "benchmark": next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == checkpoint)}
     if report.tune is not None and report.tune.checkpoint == checkpoint:
-        found |= {"tuned": report.tune.final, "operating_map": report.tune.map}
-        if report.prove is not None:
-            found["proof"] = report.prove
-    return {name: _public(value.model_dump(mode="json")) for name, value in found.items() if value is not None}
+        results |= {"tuned": report.tune.final, "operating_map": report.tune.map, "proof": report.prove}
+    return {name: _public(value.model_dump(mode="json")) for name, value in results.items() if value is not None}
 
 
 def _public(value: Any) -> Any:

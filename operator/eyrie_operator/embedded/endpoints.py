@@ -212,7 +212,6 @@ class EmbeddedEndpoints:
         gateway = find_gateway(directory)
         adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
-
         engines = tuple(self._observe_engine(record, folder, endpoint, serving, gateway)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
@@ -235,8 +234,7 @@ class EmbeddedEndpoints:
             shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
             canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
-                                windows=watched.windows,
-                                drift_reported=watched.drift_reported, canary=canary,
+                                windows=watched.windows, drift_reported=watched.drift_reported, canary=canary,
                                 no_room=no_room)
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
@@ -253,8 +251,15 @@ class EmbeddedEndpoints:
         if record.url is None:
             url = probe(folder, endpoint.model)
             if url is None:
-                lost = record.revision == endpoint.active_revision and self._is_lost(record, folder, serving)
+                # A serving engine whose address is not known has said for long where it is, and is not there: its
+                # record was lost, and its ready file is damaged. It is started again, as one that died. (A candidate is
+                # rejected by the plan.)
+                limit = timedelta(seconds=serving.serve.healthy_within_s)
+                lost = (record.revision == endpoint.active_revision and (folder / "ready.json").exists()
+                        and self._clock() - record.started_at > limit)
                 if lost:
+                    log.warning("the engine of %s is not where its ready file says for %s: it is started again", folder,
+                                limit)
                     stop_group(record.process, grace_s=0.0)
                 return ObservedEngine(record.revision, "dead" if lost else "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
@@ -279,16 +284,6 @@ class EmbeddedEndpoints:
                               window_unended=counters is not None and unended is not None
                               and unended.within(record.revision, record.window.since), counted=counts)
 
-    def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
-        """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
-        record was lost, and its ready file is damaged. It is started again, as one that died. (A candidate is rejected
-        by the plan.)"""
-        limit = timedelta(seconds=serving.serve.healthy_within_s)
-        if not (folder / "ready.json").exists() or self._clock() - record.started_at <= limit:
-            return False
-        log.warning("the engine of %s is not where its ready file says for %s: it is started again", folder, limit)
-        return True
-
     # Actions. Each is idempotent: after a crash it is applied again.
 
     def _act(self, action: act.EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
@@ -301,15 +296,13 @@ class EmbeddedEndpoints:
             stop_gateway(directory)
         elif isinstance(action, act.StartEngine):
             self._start_engine(action, endpoint, serving, directory)
-        elif isinstance(action, act.ShareRoute):
-            canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+        elif isinstance(action, act.ShareRoute | act.Route):
+            main, others = action.revision, tuple[Share, ...]()
+            if isinstance(action, act.ShareRoute):
+                main, others = action.serving, (Share(
+                    revision=action.revision, url=_engine_url(directory, action.revision), share=action.share),)
             write_model(directory / ROUTE_FILE, RouteRecord(
-                revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
-                recording=recording))
-        elif isinstance(action, act.Route):
-            main = _engine_url(directory, action.revision)
-            write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
-                                                            recording=recording))
+                revision=main, url=_engine_url(directory, main), since=now, others=others, recording=recording))
         elif isinstance(action, act.AnnounceGap):
             # Before the engine is stopped, so that no request meets a closed port.
             route = read_record(directory / ROUTE_FILE, RouteRecord)

@@ -103,7 +103,6 @@ _MOST_HELD = 1000
 _SMALL_BYTES = 16_384
 """Bodies up to this are checked in the event loop, within a millisecond or two; larger ones in a thread."""
 
-
 _CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
 
 
@@ -147,7 +146,7 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
         check_origin(request.method, request.headers)
         check_json(request.method, request.headers)
         path: str = request.scope["path"]
-        if not request.scope["raw_path"].isascii() or any(ord(one) < 32 for one in path):
+        if not request.scope["raw_path"].isascii() or any(ord(letter) < 32 for letter in path):
             raise InvalidInput(f"the path {path[:100]!r} has characters that no path of an engine has",
                                "send a path of printable ASCII characters")
         if not is_inference(path):
@@ -179,7 +178,8 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
         past_end = ignores_eos(body)
         for attempt in (1, 2):
             if not await end_of_hold(request):
-                return _replacing("the engine of this endpoint is being replaced; try again")
+                return _unavailable(503, "replacing_engine",
+                                    "the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
             routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
@@ -195,7 +195,7 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
                     if is_post:
                         routed.failed()
                     if _was_replaced(routes, routed):
-                        return _replacing(_CUT)
+                        return _unavailable(503, "replacing_engine", _CUT)
                     return _unavailable(502, "engine_disconnected",
                                         f"the engine disconnected before it responded ({type(error).__name__})")
                 finally:
@@ -311,10 +311,6 @@ def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
     """Whether the engine of a request in progress is one that is being stopped."""
     route = routes.current()
     return route is not None and not route.leads_to(routed.url)
-
-
-def _replacing(message: str) -> JSONResponse:
-    return _unavailable(503, "replacing_engine", message)
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:

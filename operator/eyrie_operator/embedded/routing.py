@@ -98,13 +98,14 @@ def ignores_eos(body: bytes) -> bool:
     if b"ignore_eos" not in body:
         return False
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError):
         return False
-    sampling = asked.get("sampling_params") if isinstance(asked, dict) else None
-    sampled = sampling if isinstance(sampling, list) else [sampling]
-    return isinstance(asked, dict) and any(bool(one.get("ignore_eos")) for one in (asked, *sampled)
-                                           if isinstance(one, dict))
+    if not isinstance(request, dict):
+        return False
+    sampling = request.get("sampling_params")
+    sections = (request, *(sampling if isinstance(sampling, list) else [sampling]))
+    return any(bool(section.get("ignore_eos")) for section in sections if isinstance(section, dict))
 
 
 class RoutedRequest:
@@ -174,18 +175,16 @@ class RoutingTable:
         route = self.current()
         if route is None:
             return None
-        for other in route.others:
-            if str(other.revision) == wanted:
-                return RoutedRequest(other.revision, other.url, self._counted, self._note_unended)
-        shared = shared and str(route.revision) != wanted
-        if not shared or not route.others:
-            return RoutedRequest(route.revision, route.url, self._counted, self._note_unended)
-        main = Share(revision=route.revision, url=route.url, share=1.0 - sum(other.share for other in route.others))
-        engines = (main, *route.others)
-        turn = sum(self._chosen.values()) + 1
-        chosen = max(engines, key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
-        self._chosen[chosen.revision] = self._chosen.get(chosen.revision, 0) + 1
-        return RoutedRequest(chosen.revision, chosen.url, self._counted, self._note_unended)
+        named = next((other for other in route.others if str(other.revision) == wanted), None)
+        revision, url = (named.revision, named.url) if named is not None else (route.revision, route.url)
+        if named is None and shared and route.others and str(route.revision) != wanted:
+            main = Share(revision=revision, url=url, share=1.0 - sum(other.share for other in route.others))
+            turn = sum(self._chosen.values()) + 1
+            chosen = max((main, *route.others),
+                         key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
+            revision, url = chosen.revision, chosen.url
+            self._chosen[revision] = self._chosen.get(revision, 0) + 1
+        return RoutedRequest(revision, url, self._counted, self._note_unended)
 
     def counters(self) -> RequestCounters:
         """Counts under the current route."""

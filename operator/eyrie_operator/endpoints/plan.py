@@ -526,7 +526,8 @@ def highest_tau(revision: Revision, tau: float, rounds: float) -> float:
     Engines count rounds and tokens, not squares. The variance of values between 1 and n with mean tau is at most
     (tau - 1)(n - tau) (Bhatia and Davis, 2000), where a round yields at most n = num_steps + 1 tokens.
     """
-    settings = [revision.use.setting] if revision.use.map is None else [one.setting for one in revision.use.map.points]
+    settings = [revision.use.setting] if revision.use.map is None else [
+        point.setting for point in revision.use.map.points]
     deepest = max((setting.tree.num_steps for setting in settings if setting.tree is not None), default=1)
     variance = max(0.0, (tau - 1.0) * (deepest + 1.0 - tau))
     return tau + _STANDARD_ERRORS * math.sqrt(variance / rounds)

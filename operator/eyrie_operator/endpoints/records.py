@@ -221,7 +221,7 @@ class EndpointRecords:
                 rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
                 seconds=action.seconds)
         elif isinstance(action, act.ReportDrift):
-            serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
+            serving = next((revision for revision in endpoint.revisions if revision.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
         elif isinstance(action, act.ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,

@@ -86,7 +86,7 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
             rendered += [monitor, _rules(endpoint, deployment, wanted, series)]
         rendered.append(_dashboard(endpoint, deployment, series))
     if deployment.scaled:
-        numbers = {one.number for one in endpoint.revisions}
+        numbers = {revision.number for revision in endpoint.revisions}
         rendered += [_scaler(endpoint, deployment, number, series) for number in wanted.engines if number in numbers]
     return rendered
 
@@ -94,8 +94,8 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
 def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState, series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
-    rules = [_collapse_rule(endpoint, deployment, one, series) for one in endpoint.revisions
-             if one.number in wanted.engines and proven_tau(one, deployment.counts_drafted) is not None]
+    rules = [_collapse_rule(endpoint, deployment, revision, series) for revision in endpoint.revisions
+             if revision.number in wanted.engines and proven_tau(revision, deployment.counts_drafted) is not None]
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
@@ -166,7 +166,12 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
         ("Responses per second", f"sum by ({by}) (rate({answered}[5m]))", "reqps"),
         ("Failed responses per second", f"sum by ({by}) (rate({failed}[5m]))", "reqps"),
     )
-    panels = [_panel(number, title, expression, unit, by) for number, (title, expression, unit) in enumerate(drawn)]
+    panels = [{"id": number + 1, "type": "timeseries", "title": title,
+               "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+               "datasource": {"type": "prometheus", "uid": "${datasource}"},
+               "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+               "targets": [{"refId": "A", "expr": expression, "legendFormat": f"revision {{{{{by}}}}}"}]}
+              for number, (title, expression, unit) in enumerate(drawn)]
     document: dict[str, Any] = {
         "uid": digest(f"{deployment.cluster.namespace}/{endpoint.name}")[7:47],  # Grafana allows 40 characters
         "title": f"Eyrie endpoint {endpoint.name}", "tags": ["eyrie"],
@@ -177,14 +182,6 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
     return rendered | {"data": {f"eyrie-{endpoint.name}.json": json.dumps(document, indent=1, sort_keys=True) + "\n"}}
 
 
-def _panel(number: int, title: str, expression: str, unit: str, by: str) -> dict[str, Any]:
-    return {"id": number + 1, "type": "timeseries", "title": title,
-            "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
-            "datasource": {"type": "prometheus", "uid": "${datasource}"},
-            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-            "targets": [{"refId": "A", "expr": expression, "legendFormat": f"revision {{{{{by}}}}}"}]}
-
-
 def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW) -> str:
     total = "sum" if by is None else f"sum by ({by})"
     return (f"{total} (rate({series.round_tokens}{{{ours}}}[{window}])) / "
@@ -193,14 +190,14 @@ def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW
 
 def _answers(series: Series, ours: str) -> tuple[str, str]:
     """Selectors of responses to clients, and of the failed ones among them."""
-    found = f"{ours}{series.client_labels}"
-    return f"{series.answered}{{{found}}}", f"{series.answered}{{{found}{series.failed_labels}}}"
+    matchers = f"{ours}{series.client_labels}"
+    return f"{series.answered}{{{matchers}}}", f"{series.answered}{{{matchers}{series.failed_labels}}}"
 
 
 def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | None = None) -> str:
     """Label matchers of the endpoint's series."""
-    found = f'namespace="{deployment.cluster.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
-    return found if revision is None else f'{found},{_label(REVISION_LABEL)}="{revision}"'
+    matchers = f'namespace="{deployment.cluster.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
+    return matchers if revision is None else f'{matchers},{_label(REVISION_LABEL)}="{revision}"'
 
 
 def _label(name: str) -> str:
