@@ -84,7 +84,6 @@ def up(
 
 
 def show_address(plane: RunningPlane, screen: Screen, *, already: bool = False) -> None:
-    """Print the URL, and the next command."""
     # The printed command must work unchanged: --server is added only when the URL is not the default.
     where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"
     words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (console; API: {plane.url}/docs; state: "
@@ -348,7 +347,6 @@ def push_data(
 
 
 def main() -> None:
-    """Entry of `python -m eyrie_operator.command`."""
     app(prog_name="eyrie")
 
 

@@ -53,7 +53,6 @@ def _place(pod: _Object) -> str:
 
 
 def _why_not_created(pod: _Object) -> Wait | None:
-    """What a pod on a node lacks."""
     status, name = pod.get("status", {}), pod["metadata"]["name"]
     since = _since(pod, _condition(pod, "PodScheduled", "True"))
     look = f"kubectl {_place(pod)} describe pod {name}"
@@ -84,7 +83,6 @@ def _mounted(pod: _Object, kind: str, key: str) -> list[str]:
 
 
 def _why_unscheduled(pod: _Object) -> Wait | None:
-    """Why the pod has no node."""
     condition = _condition(pod, "PodScheduled", "False")
     if condition is None:
         return None

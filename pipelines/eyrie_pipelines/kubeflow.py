@@ -38,6 +38,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,7 +91,6 @@ class KubeflowRunner(Runner):
     # Requests to Kubeflow.
 
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         runs = self._runs(job_id)
         if not runs:
             return ObservedRun()
@@ -118,7 +118,6 @@ class KubeflowRunner(Runner):
                            leftovers=alive and state == "failed")
 
     def start(self, job: JobFile) -> None:
-        """See `Runner`."""
         seen = self.observe(job.id)
         if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
@@ -151,7 +150,6 @@ class KubeflowRunner(Runner):
         return counting if counting is not None and counting.attempt == attempt else Counting(attempt=attempt)
 
     def stop(self, job_id: str) -> None:
-        """See `Runner`."""
         for _attempt, _starts, run in self._runs(job_id):
             if _STATES.get(str(run.state), "running") == "running" and run.state != "CANCELING":
                 self._api.terminate_run(run.run_id)
@@ -199,7 +197,7 @@ class KubeflowRunner(Runner):
         if stage != "prove" and (directory / MANIFEST).exists():
             return True
         # Race: the manifest is checked before events and log are read. Once it exists, both are complete.
-        finished = self._has(directory / MANIFEST)
+        finished = self._store is not None and self._store.stat(self._key(directory / MANIFEST)) is not None
         for name in ("events.jsonl", "log.txt"):
             self._fetch_appended(directory / name)
         for name in ("spec.json", FAILURE_FILE, MANIFEST):
@@ -210,13 +208,11 @@ class KubeflowRunner(Runner):
         return finished
 
     def persist(self, job_id: str, name: str) -> None:
-        """See `Runner`."""
         if self._store is not None:
             path = self._dir(job_id) / name
             self._store.write(self._key(path), path.read_bytes())
 
     def delete(self, job_id: str) -> None:
-        """See `Runner`."""
         self.stop(job_id)
         if self._store is not None:
             self._store.delete_all(self._key(self._dir(job_id)))
@@ -247,9 +243,6 @@ class KubeflowRunner(Runner):
         # An equal file is not rewritten: its modification time is the start of a stage.
         if not path.is_file() or path.read_bytes() != data:
             write_atomically(path, data)
-
-    def _has(self, path: Path) -> bool:
-        return self._store is not None and self._store.stat(self._key(path)) is not None
 
     def _fetch_appended(self, path: Path) -> None:
         """Download what was appended to a file; one that is shorter than the local copy was replaced."""
@@ -346,21 +339,15 @@ class KfpApi:
                 return runs
             query["page_token"] = page.next_page_token
 
-    def read_run(self, run_id: str) -> Any | None:
-        """A run; None when it does not exist."""
-        try:
-            return self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
-        except KubeflowNotFound:
-            return None
-
     def terminate_run(self, run_id: str) -> None:
         """Terminate a run; succeeds when it does not exist or has ended."""
-        try:
-            self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
-        except (KubeflowNotFound, PipelineRejected):
-            run = self.read_run(run_id)
-            if run is not None and run.state in ("PENDING", "RUNNING", "PAUSED"):
-                raise
+        with suppress(KubeflowNotFound):
+            try:
+                self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
+            except (KubeflowNotFound, PipelineRejected):
+                run = self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
+                if run.state in ("PENDING", "RUNNING", "PAUSED"):
+                    raise
 
     def _experiment(self) -> str:
         """The id of the experiment, created if it does not exist."""
@@ -417,8 +404,12 @@ def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
     status = int(error.status or 0)
     detail = _message_of(error)
     if status == 0 or status == 408 or status == 429 or status >= 500:
+        try:
+            after_s = float((error.headers or {}).get("Retry-After", 5.0))
+        except ValueError:  # Retry-After may also be a date
+            after_s = 5.0
         return KubeflowUnavailable(f"Kubeflow Pipelines at {spec.url} answered {status} for {what}{detail}",
-                                   after_s=_retry_after_s(error))
+                                   after_s=after_s)
     if status in (401, 403):
         scope = "" if spec.namespace is None else f" in namespace {spec.namespace}"
         hint = ("correct kubeflow.token_file: the token's audience must be Kubeflow Pipelines" if status == 401
@@ -429,13 +420,6 @@ def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
                                 "check that kubeflow.url ends before /apis and that the server serves v2beta1")
     return PipelineRejected(f"Kubeflow Pipelines at {spec.url} rejected {what} with {status}{detail}",
                             "correct the job's placement or the cluster profile as the message says")
-
-
-def _retry_after_s(error: Any) -> float:
-    try:
-        return float((error.headers or {}).get("Retry-After", 5.0))
-    except ValueError:  # Retry-After may also be a date
-        return 5.0
 
 
 def _message_of(error: Any) -> str:

@@ -116,7 +116,6 @@ class LocalRunner(Runner):
         self._home, self._max_runs = home.absolute(), max_runs
 
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         run = observe(self._dir(job_id))
         if run.handle is None:
             return ObservedRun()
@@ -136,16 +135,13 @@ class LocalRunner(Runner):
             start(self._dir(job.id), job)
 
     def stop(self, job_id: str) -> None:
-        """See `Runner`."""
         stop(self._dir(job_id))
 
     def pause(self, job_id: str) -> None:
-        """See `Runner`."""
         if observe(self._dir(job_id)).state == "running":
             pause(self._dir(job_id))
 
     def delete(self, job_id: str) -> None:
-        """See `Runner`."""
         stop(self._dir(job_id))
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:

@@ -31,7 +31,6 @@ class ProcessId(Frozen):
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -73,7 +72,6 @@ def arguments_of(pid: int) -> list[str]:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether this process is still running."""
     return identify(process.pid) == process
 
 

@@ -78,8 +78,6 @@ class JobFile(Frozen):
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The stage that failed, and why."""
-
     stage: StageName | None
     key: str
     reason: str

@@ -56,7 +56,6 @@ def prefetch(job_dir: str, spec_digest: str) -> str:
 
 
 def regenerate(job_dir: str, spec_digest: str) -> str:
-    """Regenerate the answers of the conversations with the target."""
     with _recording_failure(job_dir, "regenerate"):
         job = load_job(job_dir, spec_digest)
         done = _run(job_dir, stage_specs.regenerate_spec(job, Path(job_dir)))
@@ -66,7 +65,6 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
 
 
 def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
-    """Record the target's hidden states."""
     with _recording_failure(job_dir, "capture"):
         job = load_job(job_dir, spec_digest)
         return _run(job_dir, stage_specs.capture_spec(job, Path(job_dir)),
@@ -74,7 +72,6 @@ def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
 
 
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
-    """Names of the sweep's candidates."""
     with _recording_failure(job_dir, "train"):
         return [candidate.name for candidate in load_job(job_dir, spec_digest).resolved.candidates]
 
@@ -96,7 +93,6 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
 
 
 def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
-    """Train one candidate."""
     with _recording_failure(job_dir, "train", candidate):
         job = load_job(job_dir, spec_digest)
         spec = stage_specs.train_spec(job, Path(job_dir), candidate)
@@ -140,7 +136,6 @@ def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> lis
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
-    """Measure one checkpoint."""
     with _recording_failure(job_dir, "benchmark", checkpoint):
         job = load_job(job_dir, spec_digest)
         reports = train_reports(job_dir, job)

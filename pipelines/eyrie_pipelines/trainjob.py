@@ -82,8 +82,6 @@ class TrainJobRequest(Frozen):
 
 
 class TrainJobResult(Frozen):
-    """How a TrainJob ended."""
-
     state: Literal["complete", "failed"]
     message: str = ""
 
@@ -291,5 +289,4 @@ class _Termination:
             raise SystemExit(143)
 
     def restore(self) -> None:
-        """Restore the previous signal handler."""
         signal.signal(signal.SIGTERM, self._previous)

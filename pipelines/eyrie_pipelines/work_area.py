@@ -116,7 +116,6 @@ class WorkArea:
             while_unavailable(lambda: store.write(self._key(path), path.read_bytes()))
 
     def remove(self, directory: Path) -> None:
-        """Remove a stage's directory from the store."""
         if self._store is not None:
             self._store.delete_all(self._key(directory))
 

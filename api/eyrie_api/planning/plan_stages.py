@@ -47,7 +47,6 @@ def hours_of(flops: float, gflops: float) -> float:
 
 
 def _store_hours(num_bytes: float, rates: Rates) -> float:
-    """To move so many bytes of states."""
     return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
 
 
@@ -208,8 +207,6 @@ class ObjectStore:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """What one stage writes and reads."""
-
     objects: int = 0
     put_requests: int = 0
     get_requests: int = 0

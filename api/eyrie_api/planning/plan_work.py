@@ -168,7 +168,6 @@ class PlannedWork:
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     def step_tokens(self, candidate: Candidate) -> int:
-        """Packed tokens of a candidate's training step."""
         return tokens_per_step(candidate.train, self.num_gpus)
 
     @property

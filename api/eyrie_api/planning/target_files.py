@@ -76,8 +76,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An entry of a header."""
-
     dtype: str
     shape: tuple[int, ...]
 

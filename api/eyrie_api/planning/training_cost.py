@@ -114,8 +114,6 @@ class TrainedDrafter:
 
 @dataclass(frozen=True)
 class StepSetting:
-    """How a step is computed."""
-
     compute_bytes: int = 2
     """Of an element of the matrix products: 2 in bfloat16, 4 in float32."""
 
@@ -150,12 +148,10 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """Of all components."""
         return sum(self.components.values())
 
     @property
     def largest(self) -> str:
-        """The component with the most bytes."""
         return max(self.components, key=lambda name: self.components[name])
 
 

@@ -7,7 +7,6 @@ why. The endpoint keeps running; `stop` stops everything. """
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
-from eyrie_api.contract.figures import Figure
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.regeneration import RegenerateSpec
@@ -109,7 +107,9 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         verdict(job)
         serve = EndpointServeSpec(**dict(job.spec.serve), engine=job.spec.engine)
         endpoint = wait_serving(client, job, serve.healthy_within_s + _SERVING_S)
-        plots = draw(home, figures_of_job(client, job.id))
+        figures = figures_of_job(client, job.id)
+        write_figures(figures, home / "plots", "svg", "light")
+        plots = write_figures(figures, home / "plots", "png", "light")
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
     reply = None
@@ -176,12 +176,6 @@ def write_report(home: Path, job_id: str) -> dict[str, Any]:
     return report
 
 
-def draw(home: Path, figures: Sequence[Figure]) -> list[Path]:
-    """Write the job's figures as SVG and PNG; returns the PNG files. Raises NoPlotLibrary."""
-    write_figures(figures, home / "plots", "svg", "light")
-    return write_figures(figures, home / "plots", "png", "light")
-
-
 def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:
     """The result of the job, for readers without prior knowledge. Pure.
 
@@ -245,9 +239,7 @@ def identical_words(final: BenchmarkReport | None) -> str:
 
 def suites_table(final: BenchmarkReport) -> list[RenderableType]:
     """The tuned drafter by suite and temperature. Pure."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL"):
-        table.add_column(column, justify="left" if column == "SUITE" else "right")
+    table = _table("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL")
     for cell in final.cells:
         table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}",
                       f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
@@ -263,9 +255,7 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
         return []
     if proof["parity"] is None:
         return [Text(), Text(f"Not measured in the serving engine: {proof['skipped']}")]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)"):
-        table.add_column(column, justify="left" if column == "USERS" else "right")
+    table = _table("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)")
     rows = [(f"{load['users']:g} at once" if load["users"] > 1 else "1", load) for load in proof["loads"]]
     rows += [(f"{load['users']:g}, another system prompt", load) for load in proof["changed_prompt"]]
     for users, load in rows:
@@ -282,6 +272,13 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
     return [Text(), Text(
         f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
         f"with the drafter, tau is {parity['tau']:.2f} there{reference}. Under load, greedy, at {setting}:"), table]
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(first, box=None, pad_edge=False, header_style="bold")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from eyrie_api.cli.verbs import PLANE_FILE, RunningPlane, running_plane
 from eyrie_api.errors import Conflict, Permanent, PortInUse
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
+from eyrie_operator.embedded.gateway import bind
 
 PLANE_LOG = "plane.log"
 _START_S = 120.0
@@ -90,15 +90,11 @@ def start_detached(settings: Settings) -> RunningPlane:
 
 def check_port(host: str, port: int) -> None:
     """Raises PortInUse when a process listens there: before the start, so that the error is not only in a log."""
-    if port == 0:
-        return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            raise PortInUse(f"port {port} on {host} is in use", "eyrie up --port <another>, or stop the process there "
-                            "(if it is ours: eyrie down)") from None
+    try:
+        bind(host, port).close()
+    except PortInUse as error:
+        raise PortInUse(error.message, "eyrie up --port <another>, or stop the process there (if it is ours: eyrie "
+                        "down)") from None
 
 
 def is_ready(url: str) -> bool:

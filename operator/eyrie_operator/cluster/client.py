@@ -171,7 +171,6 @@ class Cluster:
                 yield change
 
     def is_reachable(self) -> bool:
-        """Whether the API server responds."""
         try:
             self._request("GET", "version", "/version")
         except EyrieError:
@@ -202,7 +201,6 @@ class Cluster:
 
     def merge(self, api_version: str, kind: str, namespace: str, name: str, body: Mapping[str, Any], *,
               field_manager: str = FIELD_MANAGER) -> Object:
-        """Merge patch."""
         return self._write("PATCH", kind, path_of(api_version, kind, namespace, name), body, _MERGE, field_manager)
 
     def write_status(self, identity: Identity, status: Mapping[str, Any]) -> Object:
@@ -255,11 +253,11 @@ class Cluster:
         return self._request(verb, kind, path, body, content_type, query)
 
     def _request(self, verb: str, kind: str, path: str, body: Mapping[str, Any] | None = None,
-                 content_type: str | None = None, query: Sequence[tuple[str, Any]] = (),
+                 content_type: str | None = None, query: list[tuple[str, Any]] | None = None,
                  timeout_s: tuple[float, float] = _TIMEOUT_S) -> Object:
         with _translated(kind, path):
             response = self._client.request(
-                verb, path, body=body, content_type=content_type, query_params=list(query), serialize=False,
+                verb, path, body=body, content_type=content_type, query_params=query or [], serialize=False,
                 header_params={"Accept": "application/json"}, _request_timeout=timeout_s)
             read: Object = json.loads(response.data)
             return read

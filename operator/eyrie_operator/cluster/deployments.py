@@ -78,8 +78,6 @@ class DrafterFound:
 
 
 class Drafters:
-    """The drafters of one installation."""
-
     def __init__(self, home: PurePosixPath, work: WorkArea | None, options: StoreOptions) -> None:
         self._home, self._work, self._options = home, work, options
         self._known: dict[str, DrafterFound] = {}
@@ -172,17 +170,10 @@ _ENDING_S = 10.0
 
 
 class Deployments:
-    """Builds the deployments of one installation."""
-
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec) -> None:
         self._given, self._profile = given, profile
         self._work = given.placement.work or profile.stages.work
         self._drafters = Drafters(PurePosixPath(profile.home), self._work, settings.artifacts)
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of the endpoints' objects."""
-        return self._given.namespace
 
     def of(self, endpoint: Endpoint, serving: Serving, *, served: Collection[str],
            owner: Owner | None) -> EndpointDeployment:

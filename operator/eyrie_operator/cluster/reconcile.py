@@ -123,8 +123,6 @@ class RecordWaiting:
 
 @dataclass(frozen=True)
 class RemoveWaiting:
-    """Delete that row."""
-
     waiting: WaitingObject
 
 

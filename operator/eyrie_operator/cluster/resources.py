@@ -53,8 +53,6 @@ _Spec = TypeVar("_Spec", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity and version of an object."""
-
     kind: Literal["DrafterJob", "DraftEndpoint"]
     namespace: str
     name: str

@@ -91,8 +91,6 @@ _QUERY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What is free on this machine now."""
-
     main_bytes: int
     gpus: dict[str, int] | None = None
     """Free bytes by GPU index; None without a GPU, or where they cannot be read."""
@@ -130,7 +128,6 @@ def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
 
 
 def free_memory() -> FreeMemory:
-    """The free memory of this machine."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     main = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**63)
@@ -151,8 +148,6 @@ def weight_bytes(target: Path, use: DrafterUse) -> int:
 
 
 class EmbeddedEndpoints:
-    """The reconciler of one machine's endpoints."""
-
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
                  free: Callable[[], FreeMemory] = free_memory) -> None:
         self._settings, self._clock, self._free_memory = settings, clock, free

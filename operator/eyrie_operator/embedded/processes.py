@@ -257,12 +257,10 @@ def ask_gateway(record: GatewayRecord, path: str, kind: type[ModelT]) -> ModelT 
 
 
 def endpoint_dir(home: Path, name: str) -> Path:
-    """Directory of one endpoint."""
     return home.absolute() / "endpoints" / name
 
 
 def engine_dir(directory: Path, revision: int) -> Path:
-    """Directory of one revision's engine."""
     return directory / "engines" / str(revision)
 
 

@@ -127,11 +127,9 @@ class RoutedRequest:
             self._on_progress(self.revision)
 
     def answered(self) -> None:
-        """Count a complete response."""
         self._count("answered")
 
     def failed(self) -> None:
-        """Count an error of the engine."""
         self._count("errors")
 
     def _count(self, what: str) -> None:
@@ -187,7 +185,6 @@ class RoutingTable:
         return RoutedRequest(revision, url, self._counted, self._note_unended)
 
     def counters(self) -> RequestCounters:
-        """Counts under the current route."""
         route = self.current()
         return RequestCounters(since=None if route is None else route.since, revisions=dict(self._counted))
 

@@ -225,7 +225,6 @@ def object_name(endpoint: str, revision: int | None = None, part: str = "") -> s
 
 
 def service_name(endpoint: str, revision: int) -> str:
-    """Name of one revision's Service."""
     return object_name(endpoint, revision, "http")
 
 

@@ -81,8 +81,6 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class ObjectRef:
-    """One object in the endpoint's namespace."""
-
     api_version: str
     kind: str
     name: str
