@@ -279,10 +279,9 @@ def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Defect]:
         try:
             if path.exists():
                 read_sealed(path.read_bytes(), kind)
-        except ValidationError as error:
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {first_problem(error)}")
-        except ValueError as error:  # no JSON, or another digest
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {error}")
+        except ValueError as error:  # without JSON, with another digest, or another model's
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            yield _damaged_record(home, path, f"not a {kind.__name__}: {problem}")
     port = directory / PORT_FILE
     if port.exists() and stored_port(directory) is None:
         yield _damaged_record(home, port, "not the number of a port")

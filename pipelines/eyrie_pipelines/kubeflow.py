@@ -97,7 +97,12 @@ class KubeflowRunner(Runner):
         attempt, number, run = runs[-1]
         state = _STATES.get(str(run.state), "running")
         starts = number - self._counting(job_id, attempt, fetch=state == "failed").first + 1
-        failure = self._stage_failure(job_id) if state in ("running", "failed") else None
+        failure = None
+        if state in ("running", "failed"):  # the latest run's, if any: `start` removes the one of earlier runs
+            self._fetch(self._dir(job_id) / RUN_FAILURE)
+            if (first := read_failure(self._dir(job_id))) is not None:
+                failure = RunFailed(first.stage, first.key, first.failure.reason, first.failure.message,
+                                    first.failure.hint)
         alive = state == "running"
         if failure is not None:
             state = "failed"
@@ -129,18 +134,15 @@ class KubeflowRunner(Runner):
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
         job = self._write_job(job)
         number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
-        self._count_progress(job, number)
-        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
-            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
-            **job.run_parameters()})
-
-    def _count_progress(self, job: JobFile, number: int) -> None:
-        """Count deaths from this start on where the job has got further since the last count."""
+        # Deaths are counted from this start on where the job has got further since the last count.
         self.refresh(job.id, job.resolved)
         done, counting = work_done(self._dir(job.id)), self._counting(job.id, job.attempt, fetch=True)
         if number == 1 or done > counting.work:
             write_model(self._dir(job.id) / _COUNTING, Counting(attempt=job.attempt, first=number, work=done))
             self.persist(job.id, _COUNTING)
+        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
+            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
+            **job.run_parameters()})
 
     def _counting(self, job_id: str, attempt: int, *, fetch: bool) -> "Counting":
         path = self._dir(job_id) / _COUNTING
@@ -167,14 +169,6 @@ class KubeflowRunner(Runner):
                    if (match := pattern.fullmatch(run.display_name or ""))]
         return sorted(((int(match[1]), int(match[2]), run) for match, run in matches),
                       key=lambda run: run[:2])
-
-    def _stage_failure(self, job_id: str) -> RunFailed | None:
-        """The stage failure of the latest run, if any: `start` removes the one of earlier runs."""
-        self._fetch(self._dir(job_id) / RUN_FAILURE)
-        first = read_failure(self._dir(job_id))
-        if first is None:
-            return None
-        return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
 
     # Files in the work area.
 
@@ -351,8 +345,20 @@ class KfpApi:
 
     def _experiment(self) -> str:
         """The id of the experiment, created if it does not exist."""
+        if self._experiment_id is not None:
+            return self._experiment_id
+        name = self._spec.experiment
+        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
+        self._experiment_id = self._find_experiment()
         if self._experiment_id is None:
-            self._experiment_id = self._find_experiment() or self._create_experiment()
+            try:
+                created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
+                    experiment, **options), f"experiment {name}")
+                self._experiment_id = str(created.experiment_id)
+            except PipelineRejected:  # race: another process created it after we searched
+                self._experiment_id = self._find_experiment()
+                if self._experiment_id is None:
+                    raise
         return self._experiment_id
 
     def _find_experiment(self) -> str | None:
@@ -361,19 +367,6 @@ class KfpApi:
         page = self._request(lambda options: self._experiments.experiment_service_list_experiments(
             page_size=_PAGE, filter=_where("display_name", _EQUALS, name), **scope, **options), f"experiment {name}")
         return next((str(each.experiment_id) for each in page.experiments or [] if each.display_name == name), None)
-
-    def _create_experiment(self) -> str:
-        name = self._spec.experiment
-        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
-        try:
-            created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
-                experiment, **options), f"experiment {name}")
-        except PipelineRejected:  # race: another process created it after we searched
-            existing = self._find_experiment()
-            if existing is None:
-                raise
-            return existing
-        return str(created.experiment_id)
 
     def _request(self, call: Callable[[dict[str, Any]], ResultT], what: str) -> ResultT:
         """Send one request and translate its errors."""
@@ -400,9 +393,14 @@ def _where(key: str, operation: int, value: str) -> str:
 
 
 def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
-    """The exception for a response other than 2xx."""
+    """The exception for a response other than 2xx, with the server's message on one line."""
     status = int(error.status or 0)
-    detail = _message_of(error)
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
+    with suppress(ValueError, AttributeError):
+        document = json.loads(body)
+        body = str(document.get("error") or document.get("message") or body)
+    message = " ".join(body.split())
+    detail = f": {message[:500]}" if message else ""
     if status == 0 or status == 408 or status == 429 or status >= 500:
         try:
             after_s = float((error.headers or {}).get("Retry-After", 5.0))
@@ -420,15 +418,3 @@ def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
                                 "check that kubeflow.url ends before /apis and that the server serves v2beta1")
     return PipelineRejected(f"Kubeflow Pipelines at {spec.url} rejected {what} with {status}{detail}",
                             "correct the job's placement or the cluster profile as the message says")
-
-
-def _message_of(error: Any) -> str:
-    """The server's error message on one line, with a leading colon."""
-    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-    try:
-        document = json.loads(body)
-        body = str(document.get("error") or document.get("message") or body)
-    except (ValueError, AttributeError):
-        pass
-    message = " ".join(body.split())
-    return f": {message[:500]}" if message else ""

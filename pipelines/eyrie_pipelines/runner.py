@@ -10,7 +10,6 @@ A chart installed before Kubeflow is in this state: the API responds and accepts
 the reason RuntimeUnavailable and the setting that is missing.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -150,11 +149,6 @@ class RuntimeUnavailable(Permanent):
     """Neither a cluster nor this machine can run a stage."""
 
     reason = "RuntimeUnavailable"
-
-
-def has_stage_programs() -> bool:
-    """Whether the packages that every stage program needs are installed."""
-    return importlib.util.find_spec("torch") is not None
 
 
 class UnavailableRunner(Runner):

@@ -47,8 +47,7 @@ ReportT = TypeVar("ReportT", bound=Frozen)
 
 def prefetch(job_dir: str, spec_digest: str) -> str:
     """Fill the cluster's model cache with the target. Its progress and failure are the first stage's."""
-    with _recording_failure(job_dir, "regenerate"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "regenerate") as job:
         spec, directory = stage_specs.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
         with WorkArea.of(Path(job_dir)).before(directory):
             run_program_before(spec, directory)
@@ -56,8 +55,7 @@ def prefetch(job_dir: str, spec_digest: str) -> str:
 
 
 def regenerate(job_dir: str, spec_digest: str) -> str:
-    with _recording_failure(job_dir, "regenerate"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "regenerate") as job:
         done = _run(job_dir, stage_specs.regenerate_spec(job, Path(job_dir)))
         # Checked here: the benchmark stage would fail for the same reason after hours of training.
         stage_specs.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
@@ -65,36 +63,33 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
 
 
 def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
-    with _recording_failure(job_dir, "capture"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "capture") as job:
         return _run(job_dir, stage_specs.capture_spec(job, Path(job_dir)),
                     processes=num_processes(job.resolved.num_processes("capture")))
 
 
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
-    with _recording_failure(job_dir, "train"):
-        return [candidate.name for candidate in load_job(job_dir, spec_digest).resolved.candidates]
+    with _recording_failure(job_dir, spec_digest, "train") as job:
+        return [candidate.name for candidate in job.resolved.candidates]
 
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     """Train all candidates in one program, if the job is to (`ResolvedJob.trains_together`)."""
     failed = None
-    with _recording_failure(job_dir, "train"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "train") as job:
         if job.resolved.trains_together:
             specs = {candidate.name: stage_specs.train_spec(job, Path(job_dir), candidate.name)
                      for candidate in job.resolved.candidates}
             failed = _train_together(job_dir, specs, job.spec.sweep.rungs,
                                      num_processes(job.resolved.num_processes("train")))
     if failed is not None:
-        with _recording_failure(job_dir, "train", failed):
+        with _recording_failure(job_dir, spec_digest, "train", failed):
             raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
     return store
 
 
 def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
-    with _recording_failure(job_dir, "train", candidate):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "train", candidate) as job:
         spec = stage_specs.train_spec(job, Path(job_dir), candidate)
         if TRAINJOB_VARIABLE in os.environ:
             return _run_trainjob(job_dir, spec, spec_digest)
@@ -130,14 +125,12 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
     """Names of the exported drafters of all candidates, and of the rivals."""
-    with _recording_failure(job_dir, "train"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "train") as job:
         return [checkpoint.name for checkpoint in stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
-    with _recording_failure(job_dir, "benchmark", checkpoint):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "benchmark", checkpoint) as job:
         reports = train_reports(job_dir, job)
         ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
         if shares := shares_here():
@@ -166,16 +159,15 @@ def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: 
 
 def select(job_dir: str, benchmarked: list[str]) -> str:
     """Select the checkpoint with the best average over suites; a rival only with `promotion.rivals: promote`."""
-    with _recording_failure(job_dir, "benchmark"):
-        rivals = load_job(job_dir).spec.promotion.rivals == "promote"
+    with _recording_failure(job_dir, None, "benchmark") as job:
+        rivals = job.spec.promotion.rivals == "promote"
         return select_for_proof([stage_report(job_dir, ref, BenchmarkReport) for ref in benchmarked],
                                 rivals=rivals).checkpoint
 
 
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Tune the draft tree of the selected checkpoint; with `promotion.must_beat: rivals` that of the best rival too."""
-    with _recording_failure(job_dir, "tune"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "tune") as job:
         trained = train_reports(job_dir, job)
         return _run(job_dir, stage_specs.tune_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint),
@@ -184,8 +176,7 @@ def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
-    with _recording_failure(job_dir, "prove"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "prove") as job:
         trained, rival = train_reports(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
         spec = stage_specs.prove_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint), tuned,
@@ -202,15 +193,15 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
 
 def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> str:
     """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
-    with _recording_failure(job_dir, "hardware", profile):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "hardware", profile) as job:
         ref = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
         return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), ref, profile), profile)
 
 
 @contextlib.contextmanager
-def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
-    """Write the first failure of a run to `run/failure.json`; raise StageFailed at once when the file exists."""
+def _recording_failure(job_dir: str, spec_digest: str | None, stage: StageName, key: str = "") -> Iterator[JobFile]:
+    """Yield the job, and write the first failure of a run to `run/failure.json`; raise StageFailed at once when the
+    file exists."""
     root = Path(job_dir)
     work = WorkArea.of(root)
     work.begin()
@@ -219,7 +210,7 @@ def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterato
         raise StageFailed(f"the run has already failed in stage {first.stage} {first.key}".rstrip(),
                           "nothing to do here: correct that stage and retry the job")
     try:
-        yield
+        yield load_job(job_dir, spec_digest)
     except Transient:  # the store is unavailable: the runner restarts the task
         raise
     except EyrieError as error:

@@ -82,7 +82,15 @@ def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
             end = file.read()
         _check_kind(name, path.suffix, size, start, end)
         if path.suffix not in (PARQUET, ZSTD):
-            _check_rows(name, layout, _first_rows(path), answered)
+            # A file none of whose sampled rows can be used is refused with the fault of the first.
+            rows = _first_rows(path)
+            if not rows:
+                raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
+            faults = [_fault(row, layout, answered) for row in rows]
+            if None not in faults:
+                raise NoUsableData(
+                    f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
+                    _HINTS.get(faults[0] or "", _ONE_PER_LINE))
     except OSError as error:
         raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
                            "make it readable for the server, or write it again") from None
@@ -124,17 +132,6 @@ def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> 
     for magic, kind, hint in _FOREIGN:
         if start.startswith(magic):
             raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
-
-
-def _check_rows(name: str, layout: str, rows: list[bytes], answered: bool) -> None:
-    """Refuse a file none of whose sampled rows can be used, with the fault of the first."""
-    if not rows:
-        raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
-    faults = [_fault(row, layout, answered) for row in rows]
-    if None in faults:
-        return
-    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
-                       _HINTS.get(faults[0] or "", _ONE_PER_LINE))
 
 
 def _fault(line: bytes, layout: str, answered: bool) -> str | None:

@@ -245,10 +245,6 @@ def target_dir(target: JobTarget) -> Path | None:
     if not is_hub_id(target.model):
         raise TargetNotFound(f"target.model {target.model!r} is neither a directory here nor a Hub id",
                              "give a Hugging Face directory, a Hub id org/name, or 'quickstart'")
-    return _cached(target)
-
-
-def _cached(target: JobTarget) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
     revision = target.revision or "main"

@@ -7,7 +7,7 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import get_args
 
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
@@ -90,11 +90,14 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     if not work.within_budget:
         fits = False
     present = _present(work)
+    hours, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
+    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
     costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
-        total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
-        bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
+        total_hours=hours, bytes_per_token=work.state_bytes,
+        bottleneck=f"{slowest.stage} takes {slowest.hours / hours:.0%} of the time{limited}" if hours else "",
+        total_gpu_hours=sum(stage.gpu_hours for stage in stages),
         total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
         total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
         total_store_cost_range=Interval(low=sum(cost.low for cost in ranges), high=sum(cost.high for cost in ranges))
@@ -213,14 +216,6 @@ def _present(work: PlannedWork) -> Present | None:
         answers=work.present, all_answers=work.rows, answers_in=data.present_in, state_bytes=states,
         all_state_bytes=0 if work.streamed else work.store_bytes, states_in=data.states_in if states else "",
         words=f"{words}: they are not made again, unless the data or the target has changed (reuse: never makes all)")
-
-
-def _bottleneck(stages: Sequence[StagePlan]) -> str:
-    total, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
-    if not total:
-        return ""
-    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
-    return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
 
 
 def _warnings(work: PlannedWork) -> tuple[str, ...]:

@@ -154,9 +154,16 @@ def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str,
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     index = directory / INDEX
     if not index.exists():
-        if not (directory / SINGLE).exists():
-            raise _without_safetensors(directory)
-        return read_header(directory / SINGLE)
+        if (directory / SINGLE).exists():
+            return read_header(directory / SINGLE)
+        others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
+                        for file in directory.glob(pattern))
+        if others:
+            raise UnsupportedTarget(
+                f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
+                "save the model with save_pretrained(..., safe_serialization=True)")
+        raise UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
+                                "copy the weight files next to its config.json")
     listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
         raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
@@ -203,17 +210,6 @@ def _stored_bytes(directory: Path) -> int | None:
     described = listed.get("metadata")
     total = described.get("total_size") if isinstance(described, dict) else None
     return int(total) if isinstance(total, int | float) and total > 0 else None
-
-
-def _without_safetensors(directory: Path) -> UnsupportedTarget:
-    others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
-                    for file in directory.glob(pattern))
-    if others:
-        return UnsupportedTarget(
-            f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
-            "save the model with save_pretrained(..., safe_serialization=True)")
-    return UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
-                             "copy the weight files next to its config.json")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

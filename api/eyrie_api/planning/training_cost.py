@@ -198,24 +198,20 @@ def step_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) ->
 
 def _always(drafter: TrainedDrafter, setting: StepSetting) -> dict[str, int]:
     """What exists before and after every step."""
+    hidden, q, kv, inner = (drafter.sizes.target.hidden_size, drafter.query_width, drafter.key_width, drafter.inner)
+    # Without norms. Whole parameters are distributed, the largest first, each to the rank with the fewest elements
+    # (torch's ZeroRedundancyOptimizer): counted are the moments of the fullest rank.
+    loads = [0] * setting.num_ranks
+    for size in sorted((drafter.sizes.num_aux_layers * hidden**2, 2 * hidden * q, 2 * hidden * kv, 2 * hidden * kv,
+                        q * hidden, hidden * inner, hidden * inner, hidden * inner,
+                        drafter.sizes.output_vocab_size * hidden), reverse=True):
+        loads[loads.index(min(loads))] += size
     matrices = 1 if drafter.tied else 2
     return {"parameters": _WIDE * drafter.parameters,
-            "moments": 2 * _WIDE * _owned_parameters(drafter, setting.num_ranks),
+            "moments": 2 * _WIDE * max(loads),
             "target embedding and head": matrices * drafter.vocab_size * drafter.sizes.target.hidden_size
                                          * setting.target_bytes,
             "gradients": _WIDE * drafter.parameters if setting.accumulating else 0}
-
-
-def _owned_parameters(drafter: TrainedDrafter, num_ranks: int) -> int:
-    """Elements of the parameters whose moments the fullest rank keeps; norms are left out. Whole parameters are
-    distributed, the largest first, each to the rank with the fewest elements (torch's ZeroRedundancyOptimizer)."""
-    hidden, q, kv, inner = (drafter.sizes.target.hidden_size, drafter.query_width, drafter.key_width, drafter.inner)
-    matrices = (drafter.sizes.num_aux_layers * hidden**2, 2 * hidden * q, 2 * hidden * kv, 2 * hidden * kv, q * hidden,
-                hidden * inner, hidden * inner, hidden * inner, drafter.sizes.output_vocab_size * hidden)
-    loads = [0] * num_ranks
-    for size in sorted(matrices, reverse=True):
-        loads[loads.index(min(loads))] += size
-    return max(loads)
 
 
 def _shared(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> dict[str, int]:

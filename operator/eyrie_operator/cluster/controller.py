@@ -332,8 +332,8 @@ class Controller:
             existing = None
             serve = None if row is None else self._endpoints.serving(row.name).serve
             if self._endpoint_reconciler is not None:
-                cache = self._endpoint_reconciler.cache
-                existing = EndpointObjects(cache.has_objects(key[2]), cache.owned_by(key[2], endpoint.identity.uid))
+                objects = self._endpoint_reconciler.cache.known(key[2])
+                existing = EndpointObjects.of(objects, endpoint.identity.uid)
             self._execute(key, endpoint, reconcile_endpoint(
                 endpoint, row, shown, self._clock(), taken_by, serve, existing))
             if self._endpoint_reconciler is not None:  # the owner of its objects may have changed

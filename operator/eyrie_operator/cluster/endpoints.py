@@ -53,7 +53,7 @@ from eyrie_operator.manifests.deployment import (
     Owner,
     Undeployable,
 )
-from eyrie_operator.manifests.objects import base_url, render_endpoint, revision_base_url
+from eyrie_operator.manifests.objects import base_url, render_endpoint
 from eyrie_operator.manifests.rollout import (
     WORKLOAD,
     RolloutState,
@@ -274,7 +274,7 @@ class EndpointReconciler:
                     _read_window(workload, WINDOW), engine.counted, snapshot.objects, snapshot.now))
         return self._records.record(action, snapshot.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / snapshot.name,
-                                    lambda number: revision_base_url(snapshot.name, number, self._given.namespace))
+                                    lambda number: base_url(snapshot.name, self._given.namespace, number))
 
     def _render(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                 wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:

@@ -114,18 +114,11 @@ class ObjectCache:
         with self._lock:
             self._invalidated[endpoint] = next(self._order)
 
-    def has_objects(self, endpoint: str) -> bool:
-        """Whether the endpoint has objects, pods excluded; True when unknown."""
+    def known(self, endpoint: str) -> tuple[Object, ...] | None:
+        """The endpoint's objects as they were last listed; None when they have changed since."""
         with self._lock:
-            return not self._swept or endpoint in self._invalidated or any(
-                each["kind"] != "Pod" for each in self._objects.get(endpoint, ()))
-
-    def owned_by(self, endpoint: str, uid: str) -> bool:
-        """Whether the object of this uid owns any of the endpoint's objects; True when unknown."""
-        with self._lock:
-            return not self._swept or endpoint in self._invalidated or any(
-                owner["uid"] == uid for each in self._objects.get(endpoint, ())
-                for owner in each["metadata"].get("ownerReferences", ()))
+            is_known = self._swept and endpoint not in self._invalidated
+            return self._objects.get(endpoint, ()) if is_known else None
 
     def versions(self) -> dict[str, tuple[str, ...]]:
         """By endpoint, uid and resourceVersion of each object."""

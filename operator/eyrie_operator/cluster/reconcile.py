@@ -23,7 +23,7 @@ Submission is idempotent by the object's uid, not by its generation: `spec.suspe
 suspended job must not become two jobs.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
@@ -85,6 +85,14 @@ class EndpointObjects:
 
     owned: bool = False
     """There are some that the garbage collector would delete with the DraftEndpoint."""
+
+    @classmethod
+    def of(cls, objects: Iterable[Mapping[str, Any]] | None, uid: str) -> "EndpointObjects":
+        """From the endpoint's objects, None where they are not known, and the uid of the DraftEndpoint."""
+        if objects is None:
+            return cls(objects=True, owned=True)
+        return cls(any(each["kind"] != "Pod" for each in objects), any(
+            owner["uid"] == uid for each in objects for owner in each["metadata"].get("ownerReferences", ())))
 
 
 @dataclass(frozen=True)

@@ -308,9 +308,10 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
 
 
 def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
-    """Whether the engine of a request in progress is one that is being stopped."""
+    """Whether the engine of a request in progress gets no new ones: it is being stopped."""
     route = routes.current()
-    return route is not None and not route.leads_to(routed.url)
+    return route is not None and (route.on_hold or routed.url not in (
+        route.url, *(other.url for other in route.others)))
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:

@@ -52,10 +52,6 @@ class RouteRecord(Frozen):
 
     recording: Recording = Field(default_factory=Recording)
 
-    def leads_to(self, url: str) -> bool:
-        """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
-        return not self.on_hold and url in (self.url, *(other.url for other in self.others))
-
     @model_validator(mode="after")
     def _shares_leave_rest(self) -> "RouteRecord":
         if sum(other.share for other in self.others) >= 1.0:

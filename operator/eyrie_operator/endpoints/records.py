@@ -158,9 +158,7 @@ class EndpointRecords:
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
                  stored: Path | None = None) -> None:
-        """
-        stored   where stages run without this machine's files: the directory whose files they get from a bucket
-        """
+        """`stored`: see `Drift`."""
         self._clock = clock
         self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
         self._jobs = Jobs(database, clock, Idempotency(database, settings.idempotency_ttl_s, clock))

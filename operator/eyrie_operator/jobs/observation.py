@@ -14,7 +14,7 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import PromotionDecision
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import STAGES, Manifest
-from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
+from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus
 from eyrie_api.database.jobs import NewEvent
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
@@ -99,10 +99,17 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
     """An event for each stage, and for each condition that is not a stage's, that differs between the statuses."""
     for stage in after.stages:
         known = next((each for each in before.stages if (each.stage, each.key) == (stage.stage, stage.key)), None)
-        if known is None or known.state != stage.state:
-            yield from _of_stage(stage, None if known is None else known.state)
+        name, changed = f"{stage.stage} {stage.key}".rstrip(), known is None or known.state != stage.state
+        if changed and stage.state == "Failed":
+            yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
+                           stage=stage.stage, key=stage.key)
+        # It may have started and finished between two observations.
+        if changed and stage.state in ("Running", "Succeeded") and (known is None or known.state != "Running"):
+            yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
+        if changed and stage.state == "Succeeded":
+            yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
         if stage.state in ("Pending", "Running") and stage.reason and (known is None or known.reason != stage.reason):
-            yield NewEvent(stage.reason, f"{_name(stage)}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
+            yield NewEvent(stage.reason, f"{name}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
                            type="Normal" if stage.reason == "WaitingForQueue" else "Warning", key=stage.key)
     for condition in after.conditions:
         previous = find(before.conditions, condition.type)
@@ -112,22 +119,6 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
         if not same and not repeats and not of_stage:
             reason, warning = _event_of(condition)
             yield NewEvent(reason, condition.message, type="Warning" if warning else "Normal")
-
-
-def _of_stage(stage: StageStatus, before: StageState | None) -> Iterator[NewEvent]:
-    name = _name(stage)
-    if stage.state == "Failed":
-        yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
-                       stage=stage.stage, key=stage.key)
-    elif stage.state in ("Running", "Succeeded"):
-        if before != "Running":  # it may have started and finished between two observations
-            yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
-        if stage.state == "Succeeded":
-            yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
-
-
-def _name(stage: StageStatus) -> str:
-    return f"{stage.stage} {stage.key}".rstrip()
 
 
 def _event_of(condition: Condition) -> tuple[str, bool]:

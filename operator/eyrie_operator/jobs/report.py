@@ -37,6 +37,11 @@ def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequenc
     benchmarks = [report for report in stage_reports if isinstance(report, BenchmarkReport)]
     tuned = next((report for report in stage_reports if isinstance(report, TuneReport)), None)
     proof = next((report for report in stage_reports if isinstance(report, ProveReport)), None)
+    # Wall time of the programs by stage, all candidates and checkpoints together.
+    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
+    for manifest in manifests:
+        took = datetime.fromisoformat(manifest.finished_at) - datetime.fromisoformat(manifest.started_at)
+        spent[manifest.stage] = spent.get(manifest.stage, 0.0) + took.total_seconds()
     # What was taken over from earlier jobs, of what there is (`reuse`).
     reused: dict[str, JsonValue] = {}
     for report in stage_reports:
@@ -47,7 +52,7 @@ def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequenc
     return {
         "job": job_id,
         "outcome": _outcome(conditions),
-        "seconds": _seconds(manifests, total_s),
+        "seconds": {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)},
         "reused": reused,
         "checkpoints": [_checkpoint(report) for report in benchmarks],
         "baseline": _baseline(benchmarks),
@@ -76,15 +81,6 @@ def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
     if succeeded is None:
         return {"succeeded": None, "reason": "Running", "message": ""}
     return {"succeeded": succeeded.status == "True", "reason": succeeded.reason, "message": succeeded.message}
-
-
-def _seconds(manifests: Sequence[Manifest], total_s: float) -> dict[str, JsonValue]:
-    """Wall time of the programs by stage, all candidates and checkpoints together."""
-    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
-    for manifest in manifests:
-        took = datetime.fromisoformat(manifest.finished_at) - datetime.fromisoformat(manifest.started_at)
-        spent[manifest.stage] = spent.get(manifest.stage, 0.0) + took.total_seconds()
-    return {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)}
 
 
 def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:

@@ -56,14 +56,11 @@ def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
     return (*rendered, *render_monitoring(endpoint, deployment, wanted))
 
 
-def base_url(endpoint: str, namespace: str) -> str:
-    """OpenAI-compatible base URL of the stable Service, for clients in the cluster."""
-    return f"http://{object_name(endpoint)}.{namespace}.svc/v1"
-
-
-def revision_base_url(endpoint: str, revision: int, namespace: str) -> str:
-    """The same of a revision's own Service, which exists while the revision has an engine."""
-    return f"http://{service_name(endpoint, revision)}.{namespace}.svc/v1"
+def base_url(endpoint: str, namespace: str, revision: int | None = None) -> str:
+    """OpenAI-compatible base URL for clients in the cluster: of the stable Service, or of a revision's own, which
+    exists while the revision has an engine."""
+    name = object_name(endpoint) if revision is None else service_name(endpoint, revision)
+    return f"http://{name}.{namespace}.svc/v1"
 
 
 def _render_revision(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment) -> list[Manifest]:
