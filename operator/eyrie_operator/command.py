@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -258,7 +257,13 @@ _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command("load-test", context_settings=_PASS_THROUGH, add_help_option=False)
 def load_test(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
-    raise typer.Exit(run_child("eyrie_workers.measure.load", context.args))
+    # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
+    # which the child would inherit.
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    child = subprocess.Popen([sys.executable, "-m", "eyrie_workers.measure.load", *context.args])
+    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
+    code = child.wait()
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 @app.command("load", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
@@ -267,17 +272,6 @@ def load() -> None:
     """The name of `eyrie load-test` before 0.2."""
     raise InvalidInput("`eyrie load` is called `eyrie load-test` since 0.2",
                        "run `eyrie load-test` with the same options")
-
-
-def run_child(module: str, arguments: Sequence[str]) -> int:
-    """Run a program of the workers with inherited streams; returns its exit code, or 128 + n if signal n ended it."""
-    # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
-    # which the child would inherit.
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    child = subprocess.Popen([sys.executable, "-m", module, *arguments])
-    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
-    code = child.wait()
-    return code if code >= 0 else 128 - code
 
 
 @app.command("check-drafter")

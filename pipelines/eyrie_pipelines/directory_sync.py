@@ -106,8 +106,11 @@ class DirectorySync:
         stamps = _take_snapshot(self._directory)
         snapshot = self._directory / _SNAPSHOT_DIR
         # In the order the stage wrote them, data before its reference: if this process is killed between two uploads,
-        # the store holds a state that a killed stage could have left on disk.
-        for name in sorted(stamps, key=lambda name: _write_order(name, stamps[name])):
+        # the store holds a state that a killed stage could have left on disk. File system clocks tick some hundred
+        # times a second; within one tick, deeper files come first and text files last, since indexes are text and
+        # training states lie above checkpoints.
+        for name in sorted(stamps, key=lambda name: (
+                stamps[name][2], -name.count("/"), name.endswith((".json", *_GROWING)))):
             if self._uploaded.get(name) != stamps[name]:
                 self._store.upload(f"{self._prefix}/{name}", snapshot / name)
                 self._uploaded[name] = stamps[name]
@@ -190,12 +193,6 @@ def _stamps(directory: Path) -> dict[str, FileStamp]:
                 continue
             stamps[name.as_posix()] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return stamps
-
-
-def _write_order(name: str, stamp: FileStamp) -> tuple[int, int, bool]:
-    """Sort key by time of writing. File system clocks tick some hundred times a second; within one tick, deeper files
-    come first and text files last, since indexes are text and training states lie above checkpoints."""
-    return stamp[2], -name.count("/"), name.endswith((".json", *_GROWING))
 
 
 def _grows(name: str) -> bool:

@@ -13,8 +13,6 @@ restarted control plane finds the run through `run/run.json`, or, where that is 
     <job>/run/result.json       how the run ended; written last
     <job>/run/{root,tmp}        kfp.local's own files
 
-`LocalRunner` implements the protocol of `runner` with these functions.
-
 kfp.local also replaces the text `python3` in every argument of a task, paths included, by `sys.executable` unquoted.
 The leader therefore puts its interpreter's directory first in PATH and sets `sys.executable` to `python3`: the
 replacement then changes nothing, also in paths that contain that word or a space.
@@ -34,7 +32,6 @@ from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
-from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import is_full, is_short, require_room, wait_for_room, with_room
@@ -306,7 +303,16 @@ def _run_with_room(job_dir: Path, job: JobFile) -> str | None:
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     """Run the pipeline under kfp.local; None when it succeeded, else kfp's error message."""
     run_dir = job_dir / RUN_DIR
-    _prepare_environment(run_dir, job.spec.engine)
+    shares = gpu_shares(gpus_of(os.environ), job.spec.engine)  # of this machine's GPUs, among measurements
+    if len(shares) > 1:
+        os.environ.setdefault(SHARES, ";".join(",".join(share) for share in shares))
+    os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
+    (run_dir / "tmp").mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(run_dir / "tmp")
+    bin_dir = Path(sys.executable).parent
+    if (bin_dir / "python3").exists():  # see the module docstring
+        os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
+        sys.executable = "python3"
     # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
@@ -323,21 +329,6 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
         for scratch in ("root", "tmp"):
             shutil.rmtree(run_dir / scratch, ignore_errors=True)
     return None
-
-
-def _prepare_environment(run_dir: Path, engine: EngineSpec) -> None:
-    """Set PATH and `sys.executable` (see the module docstring), keep the tasks' temporary files in the run, and divide
-    this machine's GPUs among measurements where there are several."""
-    shares = gpu_shares(gpus_of(os.environ), engine)
-    if len(shares) > 1:
-        os.environ.setdefault(SHARES, ";".join(",".join(share) for share in shares))
-    os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
-    (run_dir / "tmp").mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(run_dir / "tmp")
-    bin_dir = Path(sys.executable).parent
-    if (bin_dir / "python3").exists():
-        os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
-        sys.executable = "python3"
 
 
 def main() -> int:

@@ -13,9 +13,6 @@ annotation of the task's pod, `eyrie.dev/pod`:
 Kubeflow copies the annotation to the pod and does not interpret it: on a real cluster an admission policy has to set
 the pod's fields from it. The test double reads it itself. Resources other than CPU, memory and GPUs are refused.
 
-The pods of capture and train get their number of GPUs as EYRIE_PROCESSES and start that many processes by torchrun
-(`several_gpus`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
-
 With a model cache, stages have it at MODEL_CACHE_DIR and only read it; the prefetch task, which fills it, is small and
 has the stages' secret variables (HF_TOKEN, HF_ENDPOINT). kfp mounts no claim read-only: the annotation asks for that.
 

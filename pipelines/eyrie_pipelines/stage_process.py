@@ -53,18 +53,14 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     """
     alone = command(spec.stage, directory)
     arguments = under_torchrun(alone, processes) if is_node() or processes > 1 else alone
-    _run_stage(spec, directory, arguments, several=processes > 1)
+    run_in_directory(spec, directory, arguments, several=processes > 1)
     if is_first_node():
         read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
 
 
-def run_program_before(spec: StageSpec, directory: Path) -> None:
-    """Run the program before a stage (`catalog.Stage.before`), in the stage's directory. Raises as
+def run_in_directory(spec: StageSpec, directory: Path, arguments: list[str], *, several: bool = False) -> None:
+    """Run a program of a stage, which may be the one before it, in the stage's directory until it succeeds. Raises as
     `run_stage_program`."""
-    _run_stage(spec, directory, command(spec.stage, directory, before=True), several=False)
-
-
-def _run_stage(spec: StageSpec, directory: Path, arguments: list[str], *, several: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     wait_for_room(directory)
     write_model(directory / "spec.json", spec)

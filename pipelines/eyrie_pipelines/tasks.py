@@ -12,7 +12,7 @@ takes the job directory and references, and returns references (`stage_specs`).
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -34,10 +34,10 @@ from eyrie_pipelines.run_records import (
     read_stage_failure,
 )
 from eyrie_pipelines.runner import JOB_FILE, JobFile
-from eyrie_pipelines.several_gpus import TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes, shares_here
-from eyrie_pipelines.stage_process import run_program_before, run_stage_program, run_sweep_program
+from eyrie_pipelines.several_gpus import SHARES, TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes
+from eyrie_pipelines.stage_process import run_in_directory, run_stage_program, run_sweep_program
 from eyrie_pipelines.work_area import WorkArea
-from eyrie_workers.catalog import stage_dir
+from eyrie_workers.catalog import command, stage_dir
 
 ReportT = TypeVar("ReportT", bound=Frozen)
 
@@ -50,7 +50,7 @@ def prefetch(job_dir: str, spec_digest: str) -> str:
     with _recording_failure(job_dir, spec_digest, "regenerate") as job:
         spec, directory = stage_specs.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
         with WorkArea.of(Path(job_dir)).before(directory):
-            run_program_before(spec, directory)
+            run_in_directory(spec, directory, command(spec.stage, directory, before=True))
         return job.spec.target.model
 
 
@@ -75,13 +75,21 @@ def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     """Train all candidates in one program, if the job is to (`ResolvedJob.trains_together`)."""
-    failed = None
-    with _recording_failure(job_dir, spec_digest, "train") as job:
-        if job.resolved.trains_together:
-            specs = {candidate.name: stage_specs.train_spec(job, Path(job_dir), candidate.name)
-                     for candidate in job.resolved.candidates}
-            failed = _train_together(job_dir, specs, job.spec.sweep.rungs,
-                                     num_processes(job.resolved.num_processes("train")))
+    root, pending = Path(job_dir), dict[str, Path]()
+    with _recording_failure(job_dir, spec_digest, "train") as job, contextlib.ExitStack() as stages:
+        names = [candidate.name for candidate in job.resolved.candidates if job.resolved.trains_together]
+        for name in names:
+            spec, directory = stage_specs.train_spec(job, root, name), stage_dir(root, "train", name)
+            needed = stages.enter_context(WorkArea.of(root).stage(spec, directory, concurrent=len(names)))
+            if needed and not _is_finished(spec, directory):
+                pending[name] = directory
+                directory.mkdir(parents=True, exist_ok=True)
+                write_model(directory / "spec.json", spec)
+        if pending:
+            processes = num_processes(job.resolved.num_processes("train"))
+            run_sweep_program(list(pending.values()), job.spec.sweep.rungs, min(processes, len(pending)))
+    # The first that failed permanently.
+    failed = next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
     if failed is not None:
         with _recording_failure(job_dir, spec_digest, "train", failed):
             raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
@@ -133,7 +141,8 @@ def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, spec_digest, "benchmark", checkpoint) as job:
         reports = train_reports(job_dir, job)
         ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
-        if shares := shares_here():
+        # Set by the runner of one machine, not on a cluster, nor in a child that has one of the shares.
+        if shares := tuple(tuple(share.split(",")) for share in os.environ.get(SHARES, "").split(";") if share):
             _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
         return _run(job_dir, _benchmark_spec(job_dir, job, reports, ref), checkpoint)
 
@@ -268,25 +277,6 @@ def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> st
         if needed:
             run_stage_program(spec, directory, processes)
     return stage_specs.reference(spec.stage, key)
-
-
-def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float],
-                    processes: int) -> str | None:
-    """Train the candidates that are not trained yet; returns the first that failed permanently, if one did."""
-    root = Path(job_dir)
-    work = WorkArea.of(root)
-    pending: dict[str, Path] = {}
-    with contextlib.ExitStack() as stages:
-        for name, spec in specs.items():
-            directory = stage_dir(root, "train", name)
-            needed = stages.enter_context(work.stage(spec, directory, concurrent=len(specs)))
-            if needed and not _is_finished(spec, directory):
-                pending[name] = directory
-                directory.mkdir(parents=True, exist_ok=True)
-                write_model(directory / "spec.json", spec)
-        if pending:
-            run_sweep_program(list(pending.values()), rungs, min(processes, len(pending)))
-    return next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
 
 
 def _is_finished(spec: StageSpec, directory: Path) -> bool:

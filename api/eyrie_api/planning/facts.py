@@ -73,11 +73,6 @@ class Facts:
         """Of the target; None where it is not here. Raises UnsupportedTarget."""
         return None if self.target is None else target_facts(self.target)
 
-    @property
-    def stored_dtype(self) -> str | None:
-        """Of the checkpoint's weights; None where it is not known."""
-        return stored_dtype(self.config)
-
     def engine_device(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> Device:
         """The device of a job's engine, given the GPUs of its stages and its endpoint."""
         if self.profile is None:
@@ -96,25 +91,20 @@ def read_facts(spec: JobSpec, settings: Settings) -> Facts:
     InvalidInput or NoUsableData for a source, TargetNotFound and UnsupportedTarget."""
     profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
     for number, source in enumerate(spec.data.sources):
+        if source.path == QUICKSTART or is_remote(source.path) or (profile is not None and is_missing(source.path)):
+            continue  # stages run in pods, which may have files that this server has not
         try:
-            _check_source(source, spec.data.answered, profile is not None)
+            if local_path(source.path) is not None:
+                check_data_source(source, spec.data.answered)
+            elif not is_hub_id(source.path):
+                raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
+                                   "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
+                                   "'quickstart'")
         except InvalidInput as error:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     directory = target_dir(spec.target)
     return Facts(profile, local_device(), has_sglang(settings), directory,
                  {} if directory is None else read_config(directory), data_facts(spec.data))
-
-
-def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
-    """`elsewhere`: stages run in pods, which may have files that this server has not."""
-    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and is_missing(source.path)):
-        return
-    if local_path(source.path) is not None:
-        check_data_source(source, answered)
-    elif not is_hub_id(source.path):
-        raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
-                           "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
-                           "'quickstart'")
 
 
 def is_missing(path: str) -> bool:

@@ -10,6 +10,7 @@ settings with measured defaults, and a plan is accurate to about a factor of two
 from collections.abc import Mapping
 from typing import get_args
 
+from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
 from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
@@ -104,7 +105,8 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         if ranges else None,
         # Of what the job leaves in the store.
         store_month_cost=None if store is None or store.prices is None else total / 1e12 * store.prices.storage,
-        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(store)),
+        assumptions=(*_assumptions(work, used, counts),
+                     *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
         warnings=tuple(warnings), present=present,
         notes=(*((present.words,) if present else ()), *map(_description, job.families),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
@@ -344,10 +346,7 @@ def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[
     return tuple(rates)
 
 
-def _store_assumptions(store: ObjectStore | None) -> tuple[Assumption, ...]:
-    if store is None or store.prices is None:
-        return ()
-    prices = store.prices
+def _store_assumptions(prices: StorePrices) -> tuple[Assumption, ...]:
     return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
                  for name, value, unit in (
         ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),

@@ -146,7 +146,15 @@ class PlannedWork:
         self.candidate_rows = {name: quotas(mix, self.scarcest[0]) for name, mix in mixes.items()}
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
-        self.num_aux = _num_stored(job)
+        # States stored for every token: the layers that families fuse by default, the layers that candidates name, and
+        # the state after the final norm if a family reads it. An upper bound: named layers may be among the default
+        # ones, which are not known here.
+        reads = {FAMILIES[family].target_states for family in job.families}
+        default = (any(candidate.fuses and candidate.drafter.aux_layers is None for candidate in job.candidates)
+                   or reads == {"none"})
+        layers = spec.capture.aux_layers or ()
+        named = set(job.captured.aux_layers) - set(layers if default else ())
+        self.num_aux = (len(layers) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
         self.supervised = round(self.rows * max(0.0, self.row_tokens - self.prompt))
         capture = spec.capture
         vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
@@ -193,18 +201,6 @@ class PlannedWork:
     def drafter(self, candidate: Candidate) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of the target."""
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
-
-
-def _num_stored(job: ResolvedJob) -> int:
-    """Number of states stored for every token: the layers that families fuse by default, the layers that candidates
-    name, and the state after the final norm if a family reads it. An upper bound: named layers may be among the default
-    ones, which are not known here."""
-    reads = {FAMILIES[family].target_states for family in job.families}
-    default = (any(candidate.fuses and candidate.drafter.aux_layers is None for candidate in job.candidates)
-               or reads == {"none"})
-    chosen = job.spec.capture.aux_layers or ()
-    named = set(job.captured.aux_layers) - set(chosen if default else ())
-    return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
 
 
 def training_gpus(job: ResolvedJob) -> int:

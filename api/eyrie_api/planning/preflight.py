@@ -49,7 +49,6 @@ from eyrie_api.full_disk import free_bytes
 from eyrie_api.planning.facts import (
     DEVICES,
     WITHOUT_A_NUMBER,
-    Device,
     Facts,
     gpu_memory_here,
     gpus_of,
@@ -98,11 +97,6 @@ class Submission:
     job: ResolvedJob
     facts: Facts
     settings: Settings
-
-    @property
-    def device(self) -> Device:
-        """Of the job's engine."""
-        return self.facts.engine_device(self.job.gpus, self.job.serving_gpus)
 
     @property
     def architectures(self) -> list[str]:
@@ -165,7 +159,13 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
         ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
-    notes = [*_notes_on_this_machine(submission), *planned.notes]
+    notes: list[str] = []
+    if not job.on_cluster:  # for the reader of a plan, who may plan for another machine
+        notes = [f"a job of this plan is refused on this machine: {error.message}"
+                 for error in missing_here(submission)]
+        notes += [f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
+                  "that are there" for field, request in _requests(job.spec) if request.gpu_type is not None]
+    notes += planned.notes
     if chosen:
         notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
     planned = planned.model_copy(update={"notes": (*notes, *_unread(submission))})
@@ -329,9 +329,10 @@ def engine_can_compute(submission: Submission) -> None:
     On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy` in its source):
     output at a temperature above 0 would not be the target's. Sampled generation without a drafter is not affected, so
     regeneration may sample there."""
-    job, device, architectures = submission.job, submission.device, submission.architectures
+    job, architectures = submission.job, submission.architectures
     if job.spec.engine.kind != "sglang":
         return
+    device = submission.facts.engine_device(job.gpus, job.serving_gpus)
     if device == "gpu" and job.target.dtype == "float32":
         raise InvalidInput("target.dtype is 'float32' and engine is 'sglang', whose attention kernels on GPUs have no "
                            "float32", "set target.dtype to 'bfloat16', or engine to 'embedded'")
@@ -566,16 +567,6 @@ def missing_here(submission: Submission, devices: Path = DEVICES) -> list[Invali
             f"`pip install sglang=={SGLANG_VERSION}` in an environment of its own, and set {SGLANG_PROGRAM}="
             "'ENVIRONMENT/bin/python -m sglang.launch_server' before `eyrie up`; or set engine to 'embedded'"))
     return errors
-
-
-def _notes_on_this_machine(submission: Submission) -> list[str]:
-    """For the reader of a plan, who may plan for another machine: what a job would be refused for here, and what of its
-    placement is not used on one machine."""
-    if submission.job.on_cluster:
-        return []
-    return [*(f"a job of this plan is refused on this machine: {error.message}" for error in missing_here(submission)),
-            *(f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
-              "that are there" for field, request in _requests(submission.job.spec) if request.gpu_type is not None)]
 
 
 def _requests(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:

@@ -25,7 +25,7 @@ from eyrie_api.contract.stages import ComparedMix
 from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, resolve_dtype
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.facts import Device, Facts
+from eyrie_api.planning.facts import Device, Facts, stored_dtype
 from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement, serving_gpus
 from eyrie_api.planning.sweep import expand, trains_together
 
@@ -53,7 +53,7 @@ def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
             gpus[stage] = PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
     device = facts.engine_device(gpus, serving)
     on_gpus = facts.computes_on_gpus(gpus, serving)
-    dtype = resolve_dtype(spec.target, facts.stored_dtype, on_gpus=on_gpus).dtype
+    dtype = resolve_dtype(spec.target, stored_dtype(facts.config), on_gpus=on_gpus).dtype
     spec = spec.model_copy(update={
         "target": JobTarget(model=spec.target.model, revision=spec.target.revision, dtype=dtype)})
     if on_gpus:

@@ -86,8 +86,15 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     candidates = _candidates(spec, points, "") if not sweep.families else tuple(
         candidate for family in sweep.families for candidate in _candidates(spec.model_copy(update={
             "drafter": spec.drafter.model_copy(update={"family": family})}), points, family))
-    if sweep.random is None:
-        _check_mixes_differ(sweep.axes)
+    # Of the grid every value is now that of a valid candidate.
+    mixes = [mix for axis in sweep.axes if axis.field == MIX_AXIS and sweep.random is None for mix in axis.values]
+    seen: dict[str, JsonValue] = {}
+    for mix in mixes:
+        key = repr(sorted(shares(_MIX.validate_python(mix)).items()))
+        if key in seen:
+            raise InvalidInput(f"sweep axis {MIX_AXIS!r} has {seen[key]} and {mix}, which are the same shares",
+                               "give each mix once: shares are relative to one another")
+        seen[key] = mix
     return candidates
 
 
@@ -175,17 +182,6 @@ def _check_axes(axes: Sequence[SweepAxis]) -> None:
     doubled = [name for name, count in Counter(axis.field for axis in axes).items() if count > 1]
     if doubled:
         raise InvalidInput(f"sweep.axes name {doubled[0]!r} more than once", "put all its values on one axis")
-
-
-def _check_mixes_differ(axes: Sequence[SweepAxis]) -> None:
-    """Of axes whose every value is that of a valid candidate."""
-    seen: dict[str, JsonValue] = {}
-    for value in (value for axis in axes if axis.field == MIX_AXIS for value in axis.values):
-        key = repr(sorted(shares(_MIX.validate_python(value)).items()))
-        if key in seen:
-            raise InvalidInput(f"sweep axis {MIX_AXIS!r} has {seen[key]} and {value}, which are the same shares",
-                               "give each mix once: shares are relative to one another")
-        seen[key] = value
 
 
 def _candidate(spec: JobSpec, point: Point, number: int, prefix: str) -> Candidate:

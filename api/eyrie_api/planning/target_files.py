@@ -193,23 +193,20 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
     files nor config.json say: an estimate for an unknown architecture may be too high."""
     if computed_by_reference(config):
         return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
-    stored = _stored_bytes(directory)
+    index, stored = directory / INDEX, None
+    listed = read_object(index) if index.is_file() else {}
+    if weights_are_here(directory):
+        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
+        stored = sum((directory / str(name)).stat().st_size for name in names)
+    else:  # what the index says of files that are not here
+        described = listed.get("metadata")
+        total = described.get("total_size") if isinstance(described, dict) else None
+        if isinstance(total, int | float) and total > 0:
+            stored = int(total)
     if stored is None or config.get("quantization_config") is not None:
         return stored
     element = ELEMENT_BYTES.get(facts.dtype or "")
     return None if element is None else stored * ELEMENT_BYTES[dtype] // element
-
-
-def _stored_bytes(directory: Path) -> int | None:
-    """Of all weight files: their own sizes, or what the index says of files that are not here."""
-    index = directory / INDEX
-    listed = read_object(index) if index.is_file() else {}
-    if weights_are_here(directory):
-        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
-        return sum((directory / str(name)).stat().st_size for name in names)
-    described = listed.get("metadata")
-    total = described.get("total_size") if isinstance(described, dict) else None
-    return int(total) if isinstance(total, int | float) and total > 0 else None
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

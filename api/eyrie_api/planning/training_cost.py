@@ -186,8 +186,14 @@ def step_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) ->
     projections = {"projections by token": work.tokens * setting.compute_bytes * 2 * (
         drafter.query_width + 2 * drafter.key_width)}
     between = projections | teacher if setting.num_parts > 1 else {}  # later parts read both again
+    # In the MLP of the last step q, k and v of every later step still exist, and the states are not joined yet.
+    hidden, narrow = drafter.sizes.target.hidden_size, setting.compute_bytes
+    kept = sum(alive * (_kept(drafter, step, setting) - hidden * _WIDE) for step, alive in enumerate(part.alive))
+    own = (part.predictions - part.alive[0]) * (drafter.query_width + 3 * drafter.key_width) * narrow
     moments = {
-        "unroll": held | projections | teacher | _at_unroll(drafter, part, setting),
+        "unroll": held | projections | teacher | {
+            "activations": kept, "own keys and values": own,
+            "step": part.alive[-1] * (drafter.inner + hidden) * narrow},
         "loss": held | between | teacher | _at_loss(drafter, work, part, setting),
         "backward": held | between | _at_backward(drafter, work, part, setting),
         "update": _always(drafter, setting) | {"gradients": _WIDE * drafter.parameters}}
@@ -242,14 +248,6 @@ def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     own = 2 * kv * step * b  # those of earlier steps are stacked again at each step
     gated = 0 if setting.recompute else 2 * drafter.inner * b
     return wide + 2 * q * b + gated + own
-
-
-def _at_unroll(drafter: TrainedDrafter, part: StepWork, setting: StepSetting) -> dict[str, int]:
-    """In the MLP of the last step: q, k and v of every later step still exist, the states are not joined yet."""
-    hidden, b, last = drafter.sizes.target.hidden_size, setting.compute_bytes, part.alive[-1]
-    kept = sum(alive * (_kept(drafter, step, setting) - hidden * _WIDE) for step, alive in enumerate(part.alive))
-    own = (part.predictions - part.alive[0]) * (drafter.query_width + 3 * drafter.key_width) * b
-    return {"activations": kept, "own keys and values": own, "step": last * (drafter.inner + hidden) * b}
 
 
 def _at_loss(drafter: TrainedDrafter, work: StepWork, part: StepWork, setting: StepSetting) -> dict[str, int]:

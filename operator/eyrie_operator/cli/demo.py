@@ -194,7 +194,12 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
         return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
                      Text("The target serves without a drafter, since none is faster."), *by_suite, *proven,
                      *tried)
-    speedup = promoted["speedup"]
+    speedup, cells = promoted["speedup"], [] if final is None else final.cells
+    # How many answers equal the undrafted engine's, by kind of sampling.
+    kinds = {"greedy": [cell for cell in cells if cell.temperature == 0.0],
+             "sampled": [cell for cell in cells if cell.temperature > 0.0]}
+    identical = [f"{sum(cell.identical for cell in those)} of {sum(cell.prompts for cell in those)} {kind}"
+                 for kind, those in kinds.items() if those]
     same = all(identical for identical in promoted["identical"].values() if identical is not None)
     parts: list[RenderableType] = [
         Text.assemble(("Faster, with the same output. " if same else "Faster, but not with the same output. ",
@@ -205,7 +210,8 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
             ("speed-up", ", ".join(f"{times(ratio)} {kind}" for kind, ratio in speedup.items() if ratio is not None)
              + ", against the same engine without a drafter "
              f"({promoted['baseline_tokens_per_s']:.0f} tok/s on the same prompts)"),
-            ("same output", identical_words(final)),
+            ("same output", f"{' and '.join(identical)} answers identical, token by token" if identical else
+             "not measured"),
             ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
              f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
              "draft tokens, mean over suites and temperatures"),
@@ -223,18 +229,6 @@ def baseline_words(baseline: dict[str, Any]) -> str:
     return (f"{baseline['tokens_per_s']:.0f} tok/s without a drafter, "
             f"{baseline['transformers_generate_tokens_per_s']:.0f} tok/s by transformers generate: the same "
             f"{baseline['prompts']} prompts, greedy, in turn")
-
-
-def identical_words(final: BenchmarkReport | None) -> str:
-    """How many answers equal the undrafted engine's, by kind of sampling. Pure."""
-    if final is None:
-        return "not measured"
-    words = []
-    for kind, cells in (("greedy", [cell for cell in final.cells if cell.temperature == 0.0]),
-                        ("sampled", [cell for cell in final.cells if cell.temperature > 0.0])):
-        if cells:
-            words.append(f"{sum(cell.identical for cell in cells)} of {sum(cell.prompts for cell in cells)} {kind}")
-    return f"{' and '.join(words)} answers identical, token by token"
 
 
 def suites_table(final: BenchmarkReport) -> list[RenderableType]:

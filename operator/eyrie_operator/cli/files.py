@@ -89,7 +89,11 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
         if selected:
             plural = "s" if len(selected) > 1 else ""
             parts.append(Text(f"{len(selected)} {severity}{plural}", style=_STYLE[severity]))
-            parts += [_finding(finding) for finding in selected]
+            for finding in selected:
+                message = Text.assemble((f"{finding['code']}: ", _STYLE[severity]), printable(finding["what"]))
+                hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
+                parts.append(Group(Padding(message, (0, 0, 0, 2), expand=False),
+                                   Padding(hint, (0, 0, 0, 4), expand=False)))
     engines = " and ".join(f"{name} {version}" for name, version in document["engines"].items())
     target = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
     if not findings:
@@ -102,12 +106,6 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
         parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{target}, by the rules of "
                                                                    f"{engines}."))
     return Group(*parts)
-
-
-def _finding(finding: Mapping[str, Any]) -> RenderableType:
-    message = Text.assemble((f"{finding['code']}: ", _STYLE[finding["severity"]]), printable(finding["what"]))
-    hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
-    return Group(Padding(message, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))
 
 
 CARD_PROGRAM = "eyrie_workers.drafters.card"
@@ -137,15 +135,6 @@ def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
     return best
 
 
-def results_of(report: JobReport, checkpoint: str) -> dict[str, Any]:
-    """What was measured of a checkpoint, without what concerns the server alone. Pure."""
-    results: dict[str, Any] = {
-        "benchmark": next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == checkpoint)}
-    if report.tune is not None and report.tune.checkpoint == checkpoint:
-        results |= {"tuned": report.tune.final, "operating_map": report.tune.map, "proof": report.prove}
-    return {name: _public(value.model_dump(mode="json")) for name, value in results.items() if value is not None}
-
-
 def _public(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _public(item) for key, item in value.items() if key not in _OF_THE_SERVER}
@@ -169,7 +158,13 @@ def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> s
                        "`eyrie storage` may have removed them: train again")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".publish-") as scratch:
-        results = results_of(report, name)
+        # What was measured of the checkpoint, without what concerns the server alone.
+        measured: dict[str, Any] = {
+            "benchmark": next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == name)}
+        if report.tune is not None and report.tune.checkpoint == name:
+            measured |= {"tuned": report.tune.final, "operating_map": report.tune.map, "proof": report.prove}
+        results = {part: _public(value.model_dump(mode="json"))
+                   for part, value in measured.items() if value is not None}
         for file in files:
             client.download(file, Path(scratch) / name)
         (Path(scratch) / RESULTS).write_text(json.dumps(results))

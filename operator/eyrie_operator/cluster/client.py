@@ -331,7 +331,10 @@ def _translated(kind: str, path: str) -> Iterator[None]:
     try:
         yield
     except DynamicApiError as error:
-        said = _message(error)
+        try:
+            said = str(json.loads(error.body)["message"])
+        except (ValueError, KeyError, TypeError):
+            said = str(error.reason)
         if error.status == 404:
             raise NotFound(f"{path}: {said}", "it may have been deleted") from None
         if error.status == 410:
@@ -345,10 +348,3 @@ def _translated(kind: str, path: str) -> Iterator[None]:
         raise ClusterRejected(f"{path}: {error.status} {said}", hint) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ClusterUnavailable(f"the API server cannot be reached: {type(error).__name__}") from None
-
-
-def _message(error: DynamicApiError) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error.reason)

@@ -184,7 +184,11 @@ class EndpointReconciler:
         if plan.serving == "True" and deployment.replicas > 1 and workload is not None:
             available = workload.get("status", {}).get("availableReplicas", 0)
             plan = replace(plan, message=f"{plan.message}; {available} of {deployment.replicas} replicas are available")
-        moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
+        # The URL for clients: the gateway's hostname if it has one, else the Service's.
+        gateway, url = deployment.cluster.gateway, base_url(snapshot.name, deployment.cluster.namespace)
+        if gateway is not None and deployment.route_api is not None and gateway.hostnames:
+            url = f"http://{gateway.hostnames[0]}/v1"
+        moved = self._save_status(snapshot, plan, conditions, url) or moved
         if moved:
             return 0.0
         return STEADY_S if plan.serving == "True" and snapshot.endpoint.candidate_revision is None else PROGRESSING_S
@@ -372,14 +376,6 @@ def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: C
     if find(conditions, "Complete") is not None:
         return observe(conditions, "Complete", "True", "AllAvailable", "", snapshot.now)
     return conditions
-
-
-def _url(name: str, deployment: EndpointDeployment) -> str:
-    """The URL for clients: the gateway's hostname if it has one, else the Service's."""
-    gateway = deployment.cluster.gateway
-    if gateway is not None and deployment.route_api is not None and gateway.hostnames:
-        return f"http://{gateway.hostnames[0]}/v1"
-    return base_url(name, deployment.cluster.namespace)
 
 
 def _read_window(workload: Mapping[str, Any], annotation: str) -> Window | None:

@@ -17,10 +17,11 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 from eyrie_api.artifacts import write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
@@ -158,8 +159,10 @@ class EmbeddedEndpoints:
         """One step of one endpoint. Does nothing for one that was deleted, or that another process reconciles."""
         directory = endpoint_dir(self._settings.home, name)
         directory.mkdir(parents=True, exist_ok=True)
-        with _endpoint_lock(directory) as locked:
-            if not locked:
+        with (directory / "lock").open("w") as lock:
+            try:  # the kernel releases the lock of a process that is killed
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return
             try:
                 for _ in range(_MAX_STEPS):
@@ -303,8 +306,8 @@ class EmbeddedEndpoints:
             route = read_record(directory / ROUTE_FILE, RouteRecord)
             if route is not None:
                 write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
-        elif isinstance(action, act.RetireEngine | act.KillEngine | act.DeleteEngine):
-            _act_on_engine(action, engine_dir(directory, action.revision), now)
+        elif isinstance(action, act.EndEngine):
+            _end_engine(action.how, engine_dir(directory, action.revision), now)
 
     def _start_engine(self, action: act.StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(each for each in endpoint.revisions if each.number == action.revision)
@@ -332,31 +335,19 @@ def _engine_url(directory: Path, revision: int) -> str:
     return record.url
 
 
-def _act_on_engine(action: act.RetireEngine | act.KillEngine | act.DeleteEngine, folder: Path, now: datetime) -> None:
+def _end_engine(how: Literal["retire", "kill", "delete"], folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return
-    if isinstance(action, act.RetireEngine):
+    if how == "retire":
         if is_alive(record.process):
             # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
         write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
-    elif isinstance(action, act.KillEngine):
+    elif how == "kill":
         stop_group(record.process, grace_s=0.0)
     else:
         stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _endpoint_lock(directory: Path) -> Iterator[bool]:
-    """Yields whether this process got the endpoint's lock. The kernel releases the lock of a process that is killed."""
-    with (directory / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

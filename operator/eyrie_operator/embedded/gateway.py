@@ -190,10 +190,10 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
                     if is_post:
-                        routed.failed()
+                        routed.count("errors")
                 except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
                     if is_post:
-                        routed.failed()
+                        routed.count("errors")
                     if _was_replaced(routes, routed):
                         return _unavailable(503, "replacing_engine", _CUT)
                     return _unavailable(502, "engine_disconnected",
@@ -296,11 +296,11 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             yield chunk
     except httpx.TransportError:
         if routed is not None and is_stream:
-            routed.failed()
+            routed.count("errors")
         raise
     else:
         if routed is not None:
-            (routed.failed if response.status_code >= 500 else routed.answered)()
+            routed.count("errors" if response.status_code >= 500 else "answered")
     finally:
         await response.aclose()
         if routed is not None:

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -122,15 +123,10 @@ class RoutedRequest:
         if self._ignores_eos:
             self._on_progress(self.revision)
 
-    def answered(self) -> None:
-        self._count("answered")
-
-    def failed(self) -> None:
-        self._count("errors")
-
-    def _count(self, what: str) -> None:
+    def count(self, outcome: Literal["answered", "errors"]) -> None:
+        """Count a complete response, or an error of the engine."""
         before = self._counted.get(self.revision, RequestCounts())
-        self._counted[self.revision] = before.model_copy(update={what: getattr(before, what) + 1})
+        self._counted[self.revision] = before.model_copy(update={outcome: getattr(before, outcome) + 1})
 
 
 class RoutingTable:

@@ -61,10 +61,7 @@ class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
     def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
-        """
-        jobs     with idempotency
-        stored   where stages run without this machine's files: the directory whose files they get from a bucket
-        """
+        """`stored`: where stages run without this machine's files, the directory whose files they get from a bucket."""
         self._histories, self._jobs, self._stored = histories, jobs, stored
 
     def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,

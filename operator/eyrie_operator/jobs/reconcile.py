@@ -148,27 +148,23 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     if run.alive:  # processes of an earlier attempt: stop them before a new run starts
         return _plan(seen, conditions, now, StopRun())
     if run.attempt != seen.attempt or run.state in ("none", "gone"):
-        return _start(seen, conditions, now)
+        if run.attempt == seen.attempt and run.starts >= MAX_STARTS:
+            words = f"; its log ends with: {run.last_words}" if run.last_words else ""
+            failed = RunFailed(None, "", "RunKeepsDying",
+                               f"the run was started {run.starts} times and its process died each time, "
+                               f"without getting further{words}",
+                               "where the log names no error, check the system log for the out-of-memory killer; then "
+                               "retry the job")
+            return _plan(seen, _failed(conditions, failed, now), now)
+        if seen.has_capacity:
+            return _plan(seen, conditions, now, StartRun(seen.attempt))
+        return _plan(seen, observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now),
+                     now)
     if run.state == "failed":
         failed = run.failure or RunFailed(None, "", "PipelineFailed", "the run failed, and no stage reported a failure",
                                           "read the pipeline's log, then retry the job")
         return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
     return _finish(spec, seen, conditions, now)
-
-
-def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
-    if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
-        words = f"; its log ends with: {seen.run.last_words}" if seen.run.last_words else ""
-        failed = RunFailed(None, "", "RunKeepsDying",
-                           f"the run was started {seen.run.starts} times and its process died each time, "
-                           f"without getting further{words}",
-                           "where the log names no error, check the system log for the out-of-memory killer; then "
-                           "retry the job")
-        return _plan(seen, _failed(conditions, failed, now), now)
-    if not seen.has_capacity:
-        waiting = observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now)
-        return _plan(seen, waiting, now)
-    return _plan(seen, conditions, now, StartRun(seen.attempt))
 
 
 def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:

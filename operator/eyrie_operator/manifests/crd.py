@@ -193,7 +193,11 @@ class _Writer:
             if key:
                 target |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(key)}
         elif target["type"] == "object":
-            self._object(source, target)
+            self._fields(source, target)
+            rules = [*source.get("x-kubernetes-validations", ()),
+                     *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
+            if rules and self._defaults:  # a status is written by the operator: rules are for users' input
+                target["x-kubernetes-validations"] = rules
         if self._defaults and source.get("default") is not None:
             # What a default that depends on the job would be, until `_smallest` has left it out of its section's.
             target[DEPENDS if DEPENDS in source else "default"] = _smallest(source["default"], target)
@@ -226,7 +230,7 @@ class _Writer:
         if target.get("type") == "integer":
             target["format"] = "int64"
 
-    def _object(self, source: Schema, target: Schema) -> None:
+    def _fields(self, source: Schema, target: Schema) -> None:
         if "properties" in source:
             target["properties"] = {name: self.write(part) for name, part in source["properties"].items()}
             if not self._defaults and "required" in target:  # nulls of a status are not stored
@@ -238,12 +242,6 @@ class _Writer:
             target["additionalProperties"] = self.write(source["additionalProperties"])
         else:
             target["x-kubernetes-preserve-unknown-fields"] = True
-        if not self._defaults:  # a status is written by the operator: rules are for users' input
-            return
-        rules = [*source.get("x-kubernetes-validations", ()),
-                 *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
-        if rules:
-            target["x-kubernetes-validations"] = rules
 
     def _merged_union(self, source: Schema) -> Schema:
         """A tagged union as one object: the tag, required, the fields of every variant, and rules per variant."""

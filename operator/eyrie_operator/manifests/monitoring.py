@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint
 from eyrie_operator.endpoints.plan import MIN_ROUNDS, proven_tau
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
@@ -94,8 +94,16 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
 def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState, series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
-    rules = [_collapse_rule(endpoint, deployment, revision, series) for revision in endpoint.revisions
-             if revision.number in wanted.engines and proven_tau(revision, deployment.counts_drafted) is not None]
+    rules = []
+    for revision in endpoint.revisions:
+        proven = proven_tau(revision, deployment.counts_drafted)
+        if revision.number in wanted.engines and proven is not None:
+            of_revision, least = _ours(endpoint, deployment, revision.number), deployment.min_acceptance_ratio * proven
+            enough = f"sum(increase({series.rounds}{{{of_revision}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
+            rules.append(_rule(
+                "EyrieAcceptanceCollapsed", f"({_tau(series, of_revision)}) < {least:.4g} and {enough}", "0m",
+                "warning", endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
+                f"{deployment.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number)))
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
@@ -110,17 +118,6 @@ def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutSt
     rendered["metadata"]["labels"] |= deployment.cluster.monitoring_labels
     rendered["spec"] = {"groups": [{"name": f"eyrie-{endpoint.name}", "rules": rules}]}
     return rendered
-
-
-def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, series: Series) -> Manifest:
-    proven = proven_tau(revision, deployment.counts_drafted)
-    assert proven is not None
-    ours = _ours(endpoint, deployment, revision.number)
-    least = deployment.min_acceptance_ratio * proven
-    enough = f"sum(increase({series.rounds}{{{ours}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
-    return _rule("EyrieAcceptanceCollapsed", f"({_tau(series, ours)}) < {least:.4g} and {enough}", "0m", "warning",
-                 endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
-                 f"{deployment.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
 
 
 def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: Endpoint, summary: str,

@@ -31,7 +31,6 @@ from eyrie_operator.manifests.deployment import (
     Manifest,
     StoredDrafter,
     Undeployable,
-    digest,
     fetched,
 )
 from eyrie_workers.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
@@ -151,13 +150,6 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     if first:
         spec["initContainers"] = first
     return spec | _scheduling(placement)
-
-
-def pod_annotations(deployment: EndpointDeployment, line: EngineLine) -> dict[str, str]:
-    """Digests of what the pod reads but its spec does not show: when one changes, the pods are replaced."""
-    digests = {"adaptive": None if line.adaptive is None else digest(line.adaptive),
-               "drafter": None if line.drafter is None else line.drafter.digest}
-    return {f"eyrie.dev/{name}-digest": value for name, value in digests.items() if value is not None}
 
 
 def _engine(deployment: EndpointDeployment, line: EngineLine, mounts: list[Manifest]) -> Manifest:

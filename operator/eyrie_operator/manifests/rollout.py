@@ -109,7 +109,7 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
                 wanted = replace(wanted, serving=revision, canary=None)
             case act.ShareRoute(revision=revision, serving=serving, share=share):
                 wanted = replace(wanted, serving=serving, canary=ObservedCanary(revision, share, now))
-            case act.RetireEngine() | act.KillEngine() | act.DeleteEngine():
+            case act.EndEngine():
                 wanted = replace(wanted, engines=tuple(number for number in wanted.engines
                                                        if number != action.revision))
             case _:
