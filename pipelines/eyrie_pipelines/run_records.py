@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts import MANIFEST, read_sealed
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.records import STAGE_RECORD, Failure, ProgressRecord
 from eyrie_api.contract.stages import StageName
@@ -40,9 +40,9 @@ Positions = Mapping[tuple[str, str], float]
 
 
 def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """The record in a file; None where there is none or it is damaged."""
+    """The record in a file, sealed or not; None where there is none or it is damaged."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return read_sealed(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -50,7 +50,6 @@ from eyrie_operator.embedded.processes import (
     probe,
     read_counters,
     read_port,
-    read_record,
     resolve_target,
     spawn,
     start_gateway,
@@ -73,6 +72,7 @@ from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, Observed
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
+from eyrie_pipelines.run_records import read_record
 from eyrie_workers.sglang.profiles import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ next one finds them. A control plane that is killed between a start and its reco
 process that no file names. Command lines do not identify it: the launcher of SGLang replaces its own. Each process
 therefore inherits a variable, EYRIE_ENDPOINT_PROCESS, with the folder it belongs to and what its record needs, which
 /proc/<pid>/environ shows, and the record is written again. Its children inherit the mark, so that they are found when
-their parent has ended.
+their parent has ended. A damaged route is written again too.
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
     <home>/endpoints/<name>/gateway.json, .log        the gateway process (`gateway`)
@@ -18,7 +18,6 @@ This module decides nothing: `endpoints` executes the actions of the plan with i
 """
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
+from eyrie_api.artifacts import verify_part, write_atomically, write_sealed
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.contract.targets import TargetSpec
@@ -46,9 +45,8 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import ROUTE_FILE
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, read_metrics
 from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group
+from eyrie_pipelines.run_records import read_record
 from eyrie_workers.engines.process import EngineCommand
-
-log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 """Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
@@ -304,18 +302,6 @@ def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
         record = read_record(folder / ENGINE_FILE, EngineRecord)
         if record is not None:
             yield folder, record
-
-
-def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """A record; None when the file does not exist or is damaged. What it described is found again: a route is written
-    again, a running process is known by its mark."""
-    try:
-        return read_sealed(path.read_bytes(), kind)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        log.warning("%s is damaged and is written again: %s", path, " ".join(str(error).split())[:200])
-        return None
 
 
 def marked_sessions(below: Path) -> list[Marked]:
