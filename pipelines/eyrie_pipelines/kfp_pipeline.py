@@ -21,7 +21,7 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
 - conditions are substituted as text and evaluated, and an error silently skips the branch: the pipeline has no
   conditions; tasks with nothing to do return at once, and decisions are made in Python;
 - a fan-out runs at most two tasks at once whatever is configured: `parallelism=1` here, since measuring needs the whole
-  machine and two trainings on the same cores take as long as one after the other; on several GPUs the first benchmark
+  machine and two training runs on the same cores take as long as in turn; on several GPUs the first benchmark
   task measures all checkpoints (`several_gpus`);
 - its cache key contains neither our code nor the contents of a path: caching is off, and finished stages are recognised
   by their manifests; `code_version` is an argument so that a cluster's cache, if it is enabled, has a correct key;
@@ -190,7 +190,7 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
                 on one; on one machine tasks need none
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
-    together    whether there is a task that trains all candidates; it is placed like a training
+    together    whether there is a task that trains all candidates; it is placed like a training run
     prefetched  whether there is a task that fills the model cache first
     profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
     """

@@ -216,8 +216,7 @@ class TrainJobClient:
             termination.restore()
 
     def _read_with_retries(self, name: str, termination: "_Termination", poll_s: float) -> dict[str, Any] | None:
-        """`read`, retried while the API server is unavailable: a restart of seconds must not fail a training of
-        days."""
+        """`read`, retried while the API server is unavailable: its restart takes seconds, and a training run days."""
         deadline = time.monotonic() + _READ_RETRY_S
         while True:
             try:

@@ -81,7 +81,7 @@ class WorkArea:
 
     def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
                  uploads: bool = True, ranged: bool = False) -> None:
-        """`uploads` is false on every node of a training but the first: those only download.
+        """`uploads` is false on every node of a training run but the first: those only download.
         `ranged`: hidden states are not copied; capture and training get the URL of the store."""
         self._job_dir, self._store, self._sync_s, self._uploads, self._ranged = job_dir, store, sync_s, uploads, ranged
         self._home = job_dir.parent.parent

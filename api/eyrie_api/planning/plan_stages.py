@@ -187,7 +187,7 @@ class ObjectStore:
     """Where the jobs of a cluster exchange files."""
 
     prices: StorePrices | None
-    """None: nothing is known of them."""
+    """None: unknown."""
 
     ranged: bool
     """Hidden states stay there and are read by ranges (`placement.work.states`)."""

@@ -110,9 +110,9 @@ def _requested_gpus(spec: JobSpec) -> dict[StageKey, PlacedGpus]:
 
 
 def _gpus_at_once(job: ResolvedJob, profile: ClusterProfile) -> int:
-    """The most GPUs that the stages of a job request at one time on a cluster. Stages run one after the other; within
-    one run side by side all trainings, unless one program trains all candidates, all benchmarks that have GPUs, and the
-    profiles of `prove.hardware` but the first (`eyrie_pipelines.placement`). Raises InvalidInput."""
+    """The most GPUs that the stages of a job request at one time on a cluster. Stages run one after the other. Within a
+    stage these run side by side: all training runs, unless one program trains all candidates; all benchmarks that have
+    GPUs; the profiles of `prove.hardware` but the first (`eyrie_pipelines.placement`). Raises InvalidInput."""
     spec, gpus = job.spec, {stage: placed.num_gpus or 0 for stage, placed in job.gpus.items()}
     measured = () if spec.prove.hardware is None else spec.prove.hardware.profiles
     first, *others = [resolve_hardware_placement(profile, spec.placement, pool).num_gpus for pool in measured] or [0]

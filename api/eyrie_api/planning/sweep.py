@@ -225,7 +225,7 @@ def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_clu
     num_gpus    of one training.
     on_cluster  whether other machines could train other candidates.
 
-    One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
+    One program costs less in total; separate runs finish sooner if there is hardware for all of them at once.
     `auto` assumes that a cluster seldom has that many idle machines of at most one GPU; a job with several GPUs or
     nodes per training trains its candidates separately there. On one machine the program divides the candidates among
     the GPUs, unless there are fewer candidates than GPUs: then each candidate in turn is trained on all of them.

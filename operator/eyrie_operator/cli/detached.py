@@ -49,7 +49,7 @@ def claim(home: Path, url: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # Without a holder that says who it is, somebody looks (`running_plane`) or a killed one is ending.
+                # Without a record of the holder, a call of `running_plane` has the lock, or a killed process is ending.
                 other = running_plane(home)
                 if other is not None or time.monotonic() > until:
                     raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),

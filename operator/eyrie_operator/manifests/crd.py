@@ -175,7 +175,7 @@ class _Writer:
         unknown = set(source) - set(_KEPT) - _MET - {"x-kubernetes-validations", DEPENDS}
         if unknown or "anyOf" in source or "allOf" in source or "prefixItems" in source:
             what = sorted(unknown) or "a union, or a tuple of unlike values,"
-            raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be said in a structural schema")
+            raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be expressed in a structural schema")
         target: Schema = {key: source[key] for key in _KEPT if key in source}
         self._bounds(source, target)
         if "const" in source:
