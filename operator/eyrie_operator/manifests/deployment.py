@@ -150,8 +150,8 @@ class EndpointDeployment:
         if isinstance(self.engine, EmbeddedEnginePods):
             if given.key_secret is not None:
                 raise Undeployable("key_secret is given and the embedded engine supports no keys: any client in the "
-                                   "cluster could send it requests", "serve with engine sglang, or leave key_secret out and "
-                                   "restrict by NetworkPolicy")
+                                   "cluster could send it requests", "serve with engine sglang, or leave key_secret "
+                                   "out and restrict by NetworkPolicy")
         elif self.engine.plan.machine.platform == "cpu":
             if num_gpus:
                 raise Undeployable(f"placement.num_gpus {num_gpus} with hardware profile "
