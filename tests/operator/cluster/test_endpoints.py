@@ -316,7 +316,7 @@ def test_an_operator_that_begins_looks_before_it_writes(harness: Harness) -> Non
 
     fresh = harness.reconciler(owner_of=nothing_heard)
     written = harness.server.num_writes()
-    fresh.discover()
+    fresh.cache.discover()
     fresh.reconcile("chat")
     assert owners == [harness.owner]
     assert harness.server.num_writes() == written
