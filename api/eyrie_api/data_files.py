@@ -76,10 +76,14 @@ SAVED_TO_DISK_HINT = ("write its rows as parquet: datasets.load_from_disk(DIR).t
                       "DatasetDict")
 
 
-def saved_to_disk(directory: Path) -> bool:
+def saved_to_disk(path: str) -> bool:
     """Whether it is a data set as `save_to_disk` of the datasets library writes it: Arrow files, which are not read."""
-    return (directory / "dataset_dict.json").is_file() or (
-        (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file())
+    try:
+        directory = Path(path).expanduser()
+        return (directory / "dataset_dict.json").is_file() or (
+            (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file())
+    except (OSError, ValueError, RuntimeError):  # as in `data_files`
+        return False
 
 
 def begins_array(start: bytes) -> bool:

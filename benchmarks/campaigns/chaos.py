@@ -47,10 +47,10 @@ from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.errors import EyrieError
 from eyrie_api.processes import last_lines
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record
+from eyrie_operator.embedded.processes import endpoint_dir, list_engines
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import identify, wait_until
-from eyrie_pipelines.run_records import work_done
+from eyrie_pipelines.run_records import read_record, work_done
 from eyrie_workers.catalog import stage_dir
 from tests.cluster.patience import PATIENCE
 from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of

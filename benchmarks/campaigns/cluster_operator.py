@@ -48,7 +48,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, EyrieError, NotFound
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from eyrie_operator.cluster.client import Cluster, Object
+from eyrie_operator.cluster.client import FIELD_MANAGER, Cluster, Object
 from eyrie_operator.cluster.controller import Controller, Kind
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.workqueue import Telemetry
@@ -81,7 +81,7 @@ class ReadOnlyCluster(Cluster):
         self._places = places
 
     def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
-               query: list[tuple[str, Any]] | None = None) -> Object:
+               field_manager: str = FIELD_MANAGER, *, force: bool = False) -> Object:
         self._places.append(f"{verb} {path}: {dict(body)}"[:1500])
         raise NotLeader("the campaign's controller may not write")
 

@@ -27,11 +27,11 @@ from eyrie_operator.embedded.processes import (
     PORT_FILE,
     EngineRecord,
     marked_sessions,
-    read_record,
     stop_endpoints,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines.processes import is_alive, wait_until
+from eyrie_pipelines.run_records import read_record
 from tests.cluster.patience import PATIENCE
 from tests.tiny import tiny_target
 

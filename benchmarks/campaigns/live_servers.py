@@ -23,10 +23,11 @@ from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.processes import endpoint_dir, list_engines, read_record, stop_endpoints
+from eyrie_operator.embedded.processes import endpoint_dir, list_engines, stop_endpoints
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import identify, wait_until
+from eyrie_pipelines.run_records import read_record
 from tests.cluster.patience import PATIENCE
 
 START_S = 120.0 * PATIENCE

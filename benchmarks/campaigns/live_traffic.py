@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.campaigns.report import Campaign
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.processes import read_record
+from eyrie_pipelines.run_records import read_record
 
 _PAUSE_S = 0.3
 _TOKENS = 12

@@ -248,14 +248,14 @@ class PlaneWorld(EndpointRow):
                 self.route = replace(self.route, on_hold=True, canary=None)
         elif isinstance(action, act.Route | act.ShareRoute):
             self._lead(action)
-        elif isinstance(action, act.RetireEngine):
+        elif isinstance(action, act.EndEngine) and action.how == "retire":
             if action.revision in self.engines:
                 self._check_unused(action.revision, "retired")
                 self.engines[action.revision].retiring_since = self.now
-        elif isinstance(action, act.KillEngine):
+        elif isinstance(action, act.EndEngine) and action.how == "kill":
             self._check_unused(action.revision, "killed")
             self.engines[action.revision].state = "dead"
-        elif isinstance(action, act.DeleteEngine):
+        elif isinstance(action, act.EndEngine) and action.how == "delete":
             expect(self.engines[action.revision].state == "dead", "only a dead engine's record is deleted")
             del self.engines[action.revision]
         elif isinstance(action, act.CloseWindow):

@@ -117,7 +117,7 @@ class ResourceWorld:
                 continue
             self._maybe_kill()
             if self._is_refused(uid, action):
-                self._wait(resource, is_submitted=isinstance(action, act.RetryJob))
+                self._wait(resource, is_submitted=isinstance(action, act.ChangeJob))
                 return
             moved = self._execute(uid, action) or moved
 
@@ -127,7 +127,8 @@ class ResourceWorld:
 
     def _is_refused(self, uid: str, action: act.Action) -> bool:
         is_new = isinstance(action, act.CreateJob) and uid not in self.cluster.claims
-        return not self.has_room and (is_new or isinstance(action, act.RetryJob))
+        is_retry = isinstance(action, act.ChangeJob) and action.change == "retry"
+        return not self.has_room and (is_new or is_retry)
 
     def _wait(self, resource: JobResource, *, is_submitted: bool) -> None:
         stored = self.cluster.waiting.get(resource.identity.name)
@@ -192,16 +193,16 @@ class ResourceWorld:
             accepted = Condition(type="Accepted", status="True", reason="JobAccepted", last_transition_time=self.now)
             rows[job_id] = Row(Job(id=job_id, created_at=self.now, updated_at=self.now, spec=action.spec,
                                    status=JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)))
-        elif isinstance(action, act.CancelJob):
+        elif isinstance(action, act.ChangeJob) and action.change == "cancel":
             row = rows[action.job_id]
             expect(not is_over(row.job.status.conditions), "only a job that runs is cancelled")
             self._cancel(row)
-        elif isinstance(action, act.RetryJob):
+        elif isinstance(action, act.ChangeJob) and action.change == "retry":
             row = rows[action.job_id]
             expect(is_true(row.job.status.conditions, "Cancelled"), "only a cancelled job is resumed")
             expect(not self.asked[uid].cancelled_by_user, "a job that a user cancelled is not resumed", uid=uid)
             self._retry(row)
-        elif isinstance(action, act.DeleteJob):
+        elif isinstance(action, act.ChangeJob):
             expect(self.asked[uid].deleted, "a job is deleted with its object only", uid=uid)
             row = rows[action.job_id]
             if is_over(row.job.status.conditions):

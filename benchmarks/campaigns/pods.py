@@ -55,7 +55,6 @@ class PodRunner(KubeflowRunner):
         if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
         job = self._write_job(job)
-        self._remove_failure(job.id)
         directory = self._node / "jobs" / job.id
         directory.mkdir(parents=True, exist_ok=True)
         local.stop(directory)

@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +83,6 @@ def up(
 
 
 def show_address(plane: RunningPlane, screen: Screen, *, already: bool = False) -> None:
-    """Print the URL, and the next command."""
     # The printed command must work unchanged: --server is added only when the URL is not the default.
     where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"
     words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (console; API: {plane.url}/docs; state: "
@@ -132,19 +130,19 @@ def doctor(
     database = Database(settings.resolved_database_url)
     try:
         store = JobFiles.of(settings).store
-        found = list(examination.examine(examination.Home(settings.home.absolute(), database, digests, store)))
+        defects = list(examination.examine(examination.Home(settings.home.absolute(), database, digests, store)))
     finally:
         database.close()
     if repair:
-        found = [examination.repair(settings.home.absolute(), one) for one in found]
-    left = [one for one in found if not one.repaired]
-    words = [f"{'repaired' if one.repaired else one.reason}  {one.where}\n  {one.message}"
-             + ("" if one.repaired else f"\n  hint: {one.hint}") for one in found]
+        defects = [examination.repair(settings.home.absolute(), defect) for defect in defects]
+    left = [defect for defect in defects if not defect.repaired]
+    words = [f"{'repaired' if defect.repaired else defect.reason}  {defect.where}\n  {defect.message}"
+             + ("" if defect.repaired else f"\n  hint: {defect.hint}") for defect in defects]
     where = settings.home if store is None else store.url
     more = "" if digests else "; --digests reads every file as well"
-    words.append(f"{len(found)} findings, {len(found) - len(left)} repaired" if found else
+    words.append(f"{len(defects)} findings, {len(defects) - len(left)} repaired" if defects else
                  f"{where}: nothing is damaged{more}")
-    screen.show([one.model_dump() for one in found], "\n".join(words))
+    screen.show([defect.model_dump() for defect in defects], "\n".join(words))
     if left:
         raise typer.Exit(ArtifactCorrupt.exit_code)
 
@@ -259,7 +257,13 @@ _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command("load-test", context_settings=_PASS_THROUGH, add_help_option=False)
 def load_test(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
-    raise typer.Exit(run_child("eyrie_workers.measure.load", context.args))
+    # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
+    # which the child would inherit.
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    child = subprocess.Popen([sys.executable, "-m", "eyrie_workers.measure.load", *context.args])
+    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
+    code = child.wait()
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 @app.command("load", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
@@ -268,17 +272,6 @@ def load() -> None:
     """The name of `eyrie load-test` before 0.2."""
     raise InvalidInput("`eyrie load` is called `eyrie load-test` since 0.2",
                        "run `eyrie load-test` with the same options")
-
-
-def run_child(module: str, arguments: Sequence[str]) -> int:
-    """Run a program of the workers with inherited streams; returns its exit code, or 128 + n if signal n ended it."""
-    # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
-    # which the child would inherit.
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    child = subprocess.Popen([sys.executable, "-m", module, *arguments])
-    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
-    code = child.wait()
-    return code if code >= 0 else 128 - code
 
 
 @app.command("check-drafter")
@@ -317,12 +310,12 @@ def publish(
     if (to is None) == (out is None):
         raise InvalidInput("give one of --to and --out", "--to org/name writes to the Hub, --out DIR to a directory")
     with Client(server) as client, tempfile.TemporaryDirectory() as scratch:
-        found = find_job(client, job)
+        trained = find_job(client, job)
         directory = out or Path(scratch) / "drafter"
-        name = files.publish(client, found.id, checkpoint, directory)
+        name = files.publish(client, trained.id, checkpoint, directory)
         where = str(directory) if to is None else files.upload(
-            directory, to, public=public, message=f"{name} of job {found.spec.name or found.id}, with its results")
-    Screen(as_json=as_json).show({"checkpoint": name, "job": found.id, "published": where},
+            directory, to, public=public, message=f"{name} of job {trained.spec.name or trained.id}, with its results")
+    Screen(as_json=as_json).show({"checkpoint": name, "job": trained.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
 
 
@@ -348,7 +341,6 @@ def push_data(
 
 
 def main() -> None:
-    """Entry of `python -m eyrie_operator.command`."""
     app(prog_name="eyrie")
 
 

@@ -18,7 +18,6 @@ def find(conditions: Iterable[Condition], kind: str) -> Condition | None:
 
 
 def is_true(conditions: Iterable[Condition], kind: ConditionType) -> bool:
-    """Whether the condition's status is True."""
     condition = find(conditions, kind)
     return condition is not None and condition.status == "True"
 
@@ -40,7 +39,6 @@ def remove(conditions: Conditions, *kinds: ConditionType) -> Conditions:
 
 
 def is_over(conditions: Conditions) -> bool:
-    """Whether the job has ended."""
     return any(is_true(conditions, kind) for kind in ("Succeeded", "Failed", "Cancelled"))
 
 

@@ -13,6 +13,7 @@ of them then run on one machine or one shared volume, and leases serialise them.
 runs of Kubeflow, and the operator reconciles endpoints.
 """
 
+import importlib.util
 import logging
 import os
 import signal
@@ -46,7 +47,7 @@ from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.runner import Runner, UnavailableRunner, has_stage_programs
+from eyrie_pipelines.runner import Runner, UnavailableRunner
 
 log = logging.getLogger(__name__)
 
@@ -172,8 +173,6 @@ def stop_orphans(settings: Settings) -> None:
     stop_endpoints(settings.home)
 
 
-log = logging.getLogger(__name__)
-
 _UPLOAD_S = 7 * 24 * 3600.0
 """Unfinished uploads older than this are abandoned."""
 
@@ -197,7 +196,8 @@ class Runtime:
 def runtime_of(settings: Settings, database: Database) -> Runtime:
     """The cluster of the profile, or this machine. Raises InvalidInput for a profile that does not match EYRIE_HOME."""
     if settings.cluster_profile is None:
-        runner = LocalRunner(settings.home) if has_stage_programs() else UnavailableRunner()
+        has_stage_programs = importlib.util.find_spec("torch") is not None
+        runner = LocalRunner(settings.home) if has_stage_programs else UnavailableRunner()
         return Runtime(runner, EmbeddedEndpoints(settings, database).reconcile)
     profile = read_profile(settings.cluster_profile)
     if str(settings.home.absolute()) != profile.home:

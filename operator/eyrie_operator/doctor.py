@@ -43,7 +43,7 @@ from eyrie_api.database.migrations import schema_state
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
-from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, parse_port
+from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, stored_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
 
 log = logging.getLogger(__name__)
@@ -130,11 +130,11 @@ def check_start(home: Home) -> None:
     """Log the directories that no row knows. The tables are migrated."""
     jobs = {job_id for job_id, _ in Jobs(home.database).changed_since(datetime.fromtimestamp(0, UTC))}
     endpoints = {endpoint.name for endpoint in Endpoints(home.database).list().items}
-    found = [*_unknown_directories(home, "jobs", jobs), *_unknown_directories(home, "endpoints", endpoints)]
-    for one in found[:_MAX_LOGGED]:
-        log.warning("%s: %s; `eyrie doctor`: %s", one.where, one.message, one.hint)
-    if len(found) > _MAX_LOGGED:
-        log.warning("%d more directories that no row knows: `eyrie doctor` lists them", len(found) - _MAX_LOGGED)
+    unknown = [*_unknown_directories(home, "jobs", jobs), *_unknown_directories(home, "endpoints", endpoints)]
+    for defect in unknown[:_MAX_LOGGED]:
+        log.warning("%s: %s; `eyrie doctor`: %s", defect.where, defect.message, defect.hint)
+    if len(unknown) > _MAX_LOGGED:
+        log.warning("%d more directories that no row knows: `eyrie doctor` lists them", len(unknown) - _MAX_LOGGED)
 
 
 def check_database(database: Database) -> None:
@@ -183,10 +183,10 @@ def _cut_off(database: Database) -> list[str]:
 
 def _sqlite_finds(database: Database, check: Literal["quick_check", "integrity_check"]) -> list[str]:
     with database.reading() as session:
-        found = [str(row[0]) for row in session.execute(text(f"PRAGMA {check}(20)")) if row[0] != "ok"]
-        found += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
-                  for row in session.execute(text("PRAGMA foreign_key_check"))]
-    return found
+        damage = [str(row[0]) for row in session.execute(text(f"PRAGMA {check}(20)")) if row[0] != "ok"]
+        damage += [f"{row[0]} row {row[1]} refers to a row of {row[2]} that does not exist"
+                   for row in session.execute(text("PRAGMA foreign_key_check"))]
+    return damage
 
 
 def _examine_job(home: Home, job: Job) -> Iterator[Defect]:
@@ -228,8 +228,8 @@ def _stage_missing(place: str) -> Defect:
 def _examine_store(home: Home, store: ArtifactStore, jobs: Mapping[str, Job]) -> Iterator[Defect]:
     """Rows compared with objects: one listing of all objects, and one read for each manifest."""
     stored: dict[str, dict[str, int]] = {}
-    for one in store.list("jobs"):
-        stored.setdefault(one.key.split("/")[1], {})[one.key] = one.size_bytes
+    for item in store.list("jobs"):
+        stored.setdefault(item.key.split("/")[1], {})[item.key] = item.size_bytes
     removed = _to_be_removed(home)
     for job_id in sorted(set(stored) - set(jobs) - removed):
         yield Defect(reason="UnknownDirectory", where=f"{store.url}/jobs/{job_id}",
@@ -279,30 +279,29 @@ def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Defect]:
         try:
             if path.exists():
                 read_sealed(path.read_bytes(), kind)
-        except ValidationError as error:
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {first_problem(error)}")
-        except ValueError as error:  # no JSON, or another digest
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {error}")
+        except ValueError as error:  # without JSON, with another digest, or another model's
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            yield _damaged_record(home, path, f"not a {kind.__name__}: {problem}")
     port = directory / PORT_FILE
-    if port.exists() and parse_port(port.read_bytes()) is None:
+    if port.exists() and stored_port(directory) is None:
         yield _damaged_record(home, port, "not the number of a port")
 
 
 def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Defect]:
     numbers = {endpoint.active_revision, endpoint.candidate_revision}
     for revision in endpoint.revisions:
-        if revision.number in numbers and revision.drafter_dir and not _exists(home, Path(revision.drafter_dir)):
+        if revision.number not in numbers or not revision.drafter_dir:
+            continue
+        drafter = Path(revision.drafter_dir)
+        if home.store is None:
+            exists = drafter.is_dir()
+        else:  # a drafter that is not below `jobs` is part of the engine's image
+            exists = not drafter.is_relative_to(home.path / "jobs") or next(
+                iter(home.store.list(drafter.relative_to(home.path).as_posix())), None) is not None
+        if not exists:
             yield Defect(reason="DrafterMissing", where=f"endpoint {endpoint.name}, revision {revision.number}",
                          message=f"{revision.drafter_dir} does not exist, so its engine cannot start",
                          hint=f"restore it, or `eyrie rollback {endpoint.name}`")
-
-
-def _exists(home: Home, directory: Path) -> bool:
-    if home.store is None:
-        return directory.is_dir()
-    if not directory.is_relative_to(home.path / "jobs"):
-        return True  # part of the engine's image
-    return next(iter(home.store.list(directory.relative_to(home.path).as_posix())), None) is not None
 
 
 def _damaged_record(home: Path, path: Path, message: str) -> Defect:
@@ -329,7 +328,7 @@ def repair(home: Path, finding: Defect) -> Defect:
 def _free(path: Path) -> Path:
     """The path, or with a number where it is taken."""
     taken = (path.with_name(f"{path.name}.{number}") for number in range(2, 1000))
-    return path if not path.exists() else next(one for one in taken if not one.exists())
+    return path if not path.exists() else next(numbered for numbered in taken if not numbered.exists())
 
 
 _LOCK_BYTE = 2**30

@@ -40,8 +40,8 @@ def why_waiting(pod: _Object) -> Wait | None:
 
 
 def _condition(pod: _Object, kind: str, status: str) -> _Object | None:
-    return next((one for one in pod.get("status", {}).get("conditions", ())
-                 if one["type"] == kind and one["status"] == status), None)
+    return next((condition for condition in pod.get("status", {}).get("conditions", ())
+                 if condition["type"] == kind and condition["status"] == status), None)
 
 
 def _since(pod: _Object, condition: _Object | None) -> datetime:
@@ -53,18 +53,17 @@ def _place(pod: _Object) -> str:
 
 
 def _why_not_created(pod: _Object) -> Wait | None:
-    """What a pod on a node lacks."""
     status, name = pod.get("status", {}), pod["metadata"]["name"]
     since = _since(pod, _condition(pod, "PodScheduled", "True"))
     look = f"kubectl {_place(pod)} describe pod {name}"
-    for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        waiting = one.get("state", {}).get("waiting") or {}
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting") or {}
         if (reason := waiting.get("reason")) in _LACKING:
             words = " ".join(str(waiting.get("message") or "").split())[:_LONGEST]
             missing = ("the image, and the Secret to pull it with" if "Image" in reason else
                        "the Secret or ConfigMap that the message names, or its key")
             return Wait(reason="WaitingForContainers", since=since,
-                        message=f"{one['name']} is waiting: {reason} {words}".strip(),
+                        message=f"{container['name']} is waiting: {reason} {words}".strip(),
                         hint=f"provide {missing}, in the namespace of the pod: {look}; the pod then starts by itself")
     if _condition(pod, "PodReadyToStartContainers", "False") is None:
         return None
@@ -79,12 +78,11 @@ def _why_not_created(pod: _Object) -> Wait | None:
 
 def _mounted(pod: _Object, kind: str, key: str) -> list[str]:
     """Names of the Secrets or claims that have to be there."""
-    found = (one.get(kind) or {} for one in pod.get("spec", {}).get("volumes") or ())
-    return sorted({str(one[key]) for one in found if key in one and not one.get("optional")})
+    sources = (volume.get(kind) or {} for volume in pod.get("spec", {}).get("volumes") or ())
+    return sorted({str(source[key]) for source in sources if key in source and not source.get("optional")})
 
 
 def _why_unscheduled(pod: _Object) -> Wait | None:
-    """Why the pod has no node."""
     condition = _condition(pod, "PodScheduled", "False")
     if condition is None:
         return None
@@ -97,7 +95,7 @@ def _why_unscheduled(pod: _Object) -> Wait | None:
             if "/" in name and str(amount).isdigit():  # GPUs and the like: their names have a domain
                 devices[name] = devices.get(name, 0) + int(amount)
     if condition.get("reason") == "SchedulingGated":
-        gates = ", ".join(one["name"] for one in pod.get("spec", {}).get("schedulingGates", ()))
+        gates = ", ".join(gate["name"] for gate in pod.get("spec", {}).get("schedulingGates", ()))
         return Wait(reason="WaitingForQueue", since=since, message=f"not admitted yet: {words} ({gates})",
                     hint=f"wait for the queue's quota, or see what it lacks: kubectl {place} get workloads; "
                          "placement.queue names the queue")
@@ -118,18 +116,18 @@ def _why_unscheduled(pod: _Object) -> Wait | None:
 def waiting_pods(pods: Iterable[_Object]) -> tuple[WaitingPod, ...]:
     """The pods of stages that do not start, by their labels: of each run, stage and profile the one that waits longest.
     """
-    found: dict[tuple[str, str, str], WaitingPod] = {}
+    longest: dict[tuple[str, str, str], WaitingPod] = {}
     for pod in pods:
         labels = pod["metadata"].get("labels", {})
         wait = why_waiting(pod)
         if wait is None or RUN_LABEL not in labels or labels.get(STAGE_LABEL) not in get_args(StageName):
             continue
-        one = WaitingPod(**wait.model_dump(), run_id=labels[RUN_LABEL], stage=labels[STAGE_LABEL],
-                         key=labels.get(PROFILE_LABEL, ""))
-        known = found.get((one.run_id, one.stage, one.key))
-        if known is None or one.since < known.since:
-            found[one.run_id, one.stage, one.key] = one
-    return tuple(found[key] for key in sorted(found))
+        waiting = WaitingPod(**wait.model_dump(), run_id=labels[RUN_LABEL], stage=labels[STAGE_LABEL],
+                             key=labels.get(PROFILE_LABEL, ""))
+        known = longest.get((waiting.run_id, waiting.stage, waiting.key))
+        if known is None or waiting.since < known.since:
+            longest[waiting.run_id, waiting.stage, waiting.key] = waiting
+    return tuple(longest[key] for key in sorted(longest))
 
 
 def is_due(wait: Wait | None, now: datetime) -> bool:
@@ -144,5 +142,5 @@ def wait_of(stage: StageName, key: str, started_at: datetime | None, waits: Sequ
     A member that has started is held up by a pod that lost its node after that (an evicted pod's successor): what the
     operator saw before the start is out of date.
     """
-    return next((one for one in waits if one.stage == stage and one.key in ("", key) and is_due(one, now)
-                 and (started_at is None or started_at < one.since)), None)
+    return next((wait for wait in waits if wait.stage == stage and wait.key in ("", key) and is_due(wait, now)
+                 and (started_at is None or started_at < wait.since)), None)

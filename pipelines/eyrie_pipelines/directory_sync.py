@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -63,21 +63,26 @@ class DirectorySync:
         """Record files that are both in the store and in this directory as uploaded. Call right after a download."""
         sizes = {item.key.removeprefix(f"{self._prefix}/"): item.size_bytes
                  for item in self._store.list(self._prefix)}
-        if ROWS_FILE not in self._not_ours:
-            self._begin_ledger(sizes)
+        ledger = self._directory / ROWS_FILE
+        parts = sum(size for name, size in sizes.items() if name.startswith(f"{LEDGER_PARTS}/"))
+        if parts and ROWS_FILE not in self._not_ours:
+            if ledger.is_file() and ledger.stat().st_size == parts:
+                self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
+            else:  # not what `join_parts` has made of them
+                self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
         self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in sizes}
-
-    def _begin_ledger(self, sizes: Mapping[str, int]) -> None:
-        ledger, parts = self._directory / ROWS_FILE, sum(sizes[name] for name in sizes if _is_part(name))
-        if parts and ledger.is_file() and ledger.stat().st_size == parts:
-            self._ledger_inode, self._ledger_sent = ledger.stat().st_ino, parts
-        elif parts:  # not what `join_parts` has made of them
-            self._store.delete_all(f"{self._prefix}/{LEDGER_PARTS}")
 
     @contextmanager
     def every(self, sync_s: float) -> Iterator[None]:
         """Sync in a thread, and once more when the stage ends without a manifest (interrupted, or failed)."""
-        thread = threading.Thread(target=self._repeat, args=(sync_s,), name="eyrie-sync", daemon=True)
+        def repeat() -> None:
+            pause_s = sync_s
+            while not self._stopping.wait(pause_s):
+                began = time.monotonic()
+                self._try()
+                pause_s = max(sync_s, self._share * (time.monotonic() - began))
+
+        thread = threading.Thread(target=repeat, name="eyrie-sync", daemon=True)
         thread.start()
         try:
             yield
@@ -88,13 +93,6 @@ class DirectorySync:
             if not (self._directory / MANIFEST).exists():
                 self._try()
             shutil.rmtree(self._directory / _SNAPSHOT_DIR, ignore_errors=True)
-
-    def _repeat(self, sync_s: float) -> None:
-        pause_s = sync_s
-        while not self._stopping.wait(pause_s):
-            began = time.monotonic()
-            self._try()
-            pause_s = max(sync_s, self._share * (time.monotonic() - began))
 
     def _try(self) -> None:
         try:
@@ -108,8 +106,11 @@ class DirectorySync:
         stamps = _take_snapshot(self._directory)
         snapshot = self._directory / _SNAPSHOT_DIR
         # In the order the stage wrote them, data before its reference: if this process is killed between two uploads,
-        # the store holds a state that a killed stage could have left on disk.
-        for name in sorted(stamps, key=lambda name: _write_order(name, stamps[name])):
+        # the store holds a state that a killed stage could have left on disk. File system clocks tick some hundred
+        # times a second; within one tick, deeper files come first and text files last, since indexes are text and
+        # training states lie above checkpoints.
+        for name in sorted(stamps, key=lambda name: (
+                stamps[name][2], -name.count("/"), name.endswith((".json", *_GROWING)))):
             if self._uploaded.get(name) != stamps[name]:
                 self._store.upload(f"{self._prefix}/{name}", snapshot / name)
                 self._uploaded[name] = stamps[name]
@@ -118,7 +119,6 @@ class DirectorySync:
             if name not in stamps and not any(fnmatch(name, pattern) for pattern in self._not_ours):
                 self._store.delete(item.key)
                 self._uploaded.pop(name, None)
-
 
     def _send_ledger(self) -> None:
         """Upload the whole lines that were appended to the ledger. Nothing of one that the stage has replaced by a
@@ -159,10 +159,6 @@ def join_parts(directory: Path) -> None:
     shutil.rmtree(directory / LEDGER_PARTS)
 
 
-def _is_part(name: str) -> bool:
-    return name.startswith(f"{LEDGER_PARTS}/")
-
-
 def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
     """Take a consistent snapshot of a directory under `.sync`; returns the stamps of its files."""
     for _ in range(_SNAPSHOT_ATTEMPTS):
@@ -197,12 +193,6 @@ def _stamps(directory: Path) -> dict[str, FileStamp]:
                 continue
             stamps[name.as_posix()] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return stamps
-
-
-def _write_order(name: str, stamp: FileStamp) -> tuple[int, int, bool]:
-    """Sort key by time of writing. File system clocks tick some hundred times a second; within one tick, deeper files
-    come first and text files last, since indexes are text and training states lie above checkpoints."""
-    return stamp[2], -name.count("/"), name.endswith((".json", *_GROWING))
 
 
 def _grows(name: str) -> bool:

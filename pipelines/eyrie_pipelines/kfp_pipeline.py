@@ -21,7 +21,7 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
 - conditions are substituted as text and evaluated, and an error silently skips the branch: the pipeline has no
   conditions; tasks with nothing to do return at once, and decisions are made in Python;
 - a fan-out runs at most two tasks at once whatever is configured: `parallelism=1` here, since measuring needs the whole
-  machine and two trainings on the same cores take as long as one after the other; on several GPUs the first benchmark
+  machine and two training runs on the same cores take as long as in turn; on several GPUs the first benchmark
   task measures all checkpoints (`several_gpus`);
 - its cache key contains neither our code nor the contents of a path: caching is off, and finished stages are recognised
   by their manifests; `code_version` is an argument so that a cluster's cache, if it is enabled, has a correct key;
@@ -181,21 +181,16 @@ def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
     return done
 
 
-def _unplaced(task: Any, _kind: TaskKind, _profile: str) -> Any:
-    """One machine: tasks need no placement."""
-    return task
-
-
-def define(place: Callable[[Any, TaskKind, str], Any] = _unplaced, trainings: int | None = 1,
+def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: task, trainings: int | None = 1,
            benchmarks: int | None = 1, *, together: bool = True, prefetched: bool = False,
            profiles: Sequence[str] = ()) -> Any:
     """The whole job as a kfp pipeline.
 
     place       applies a placement to a task, given its kind and the name of its hardware profile, if it is measured
-                on one
+                on one; on one machine tasks need none
     trainings   how many candidates are trained in parallel; None for no limit
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
-    together    whether there is a task that trains all candidates; it is placed like a training
+    together    whether there is a task that trains all candidates; it is placed like a training run
     prefetched  whether there is a task that fills the model cache first
     profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
     """

@@ -38,24 +38,24 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import kfp_server_api
 import urllib3
 
-from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
+from eyrie_api.artifacts import MANIFEST, code_version, digest_model, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.reports import TrainReport
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.errors import ArtifactMissing, InvalidInput, Permanent, Transient
 from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
-from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
-from eyrie_pipelines.stage_specs import benchmarked
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Runner, RunState
+from eyrie_pipelines.stage_specs import stage_keys
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
@@ -80,8 +80,9 @@ class Counting(Frozen):
     """The stages' work when that start was made (`work_done`)."""
 
 
-class KubeflowRunner:
-    """Runs of one installation. `store` is the work area; None where job directories lie on a shared volume."""
+class KubeflowRunner(Runner):
+    """Runs of one installation, which do not depend on the control plane. `store` is the work area; None where job
+    directories lie on a shared volume."""
 
     def __init__(self, profile: ClusterProfile, home: Path, store: ArtifactStore | None) -> None:
         self._profile, self._home, self._store = profile, home.absolute(), store
@@ -90,30 +91,38 @@ class KubeflowRunner:
     # Requests to Kubeflow.
 
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         runs = self._runs(job_id)
         if not runs:
             return ObservedRun()
         attempt, number, run = runs[-1]
         state = _STATES.get(str(run.state), "running")
         starts = number - self._counting(job_id, attempt, fetch=state == "failed").first + 1
-        failure = self._stage_failure(job_id) if state in ("running", "failed") else None
+        failure = None
+        if state in ("running", "failed"):  # the latest run's, if any: `start` removes the one of earlier runs
+            self._fetch(self._dir(job_id) / RUN_FAILURE)
+            if (first := read_failure(self._dir(job_id))) is not None:
+                failure = RunFailed(first.stage, first.key, first.failure.reason, first.failure.message,
+                                    first.failure.hint)
         alive = state == "running"
         if failure is not None:
             state = "failed"
-        elif state == "failed" and _was_terminated(run):
+        # Kubeflow reports a Workflow that a user terminated as FAILED; its history has CANCELING.
+        elif state == "failed" and (run.state == "CANCELED" or any(
+                entry.state == "CANCELING" for entry in run.state_history or ())):
             failure = RunFailed(None, "", "RunTerminated",
                                 f"run {run.display_name} was terminated in Kubeflow Pipelines",
                                 "retry the job: it resumes after its finished stages")
         elif state == "failed" and starts < _UNEXPLAINED_FAILURES:
             state = "gone"
         elif state == "failed":
-            failure = _unexplained(run)
+            said = " ".join(str(run.error.message).split())[:1000] if run.error and run.error.message else ""
+            failure = RunFailed(None, "", "PipelineFailed",
+                                said or f"run {run.display_name} failed, and no stage reported a failure",
+                                f"inspect run {run.run_id} in Kubeflow Pipelines, then retry the job")
         return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
                            leftovers=alive and state == "failed")
 
     def start(self, job: JobFile) -> None:
-        """See `Runner`."""
         seen = self.observe(job.id)
         if seen.attempt == job.attempt and (seen.alive or seen.state == "succeeded"):
             return
@@ -124,36 +133,28 @@ class KubeflowRunner:
                                hardware=spec.prove.hardware,
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
         job = self._write_job(job)
-        self._remove_failure(job.id)
         number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
-        self._count_progress(job, number)
-        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
-            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
-            **job.run_parameters()})
-
-    def _count_progress(self, job: JobFile, number: int) -> None:
-        """Count deaths from this start on where the job has got further since the last count."""
+        # Deaths are counted from this start on where the job has got further since the last count.
         self.refresh(job.id, job.resolved)
         done, counting = work_done(self._dir(job.id)), self._counting(job.id, job.attempt, fetch=True)
         if number == 1 or done > counting.work:
             write_model(self._dir(job.id) / _COUNTING, Counting(attempt=job.attempt, first=number, work=done))
             self.persist(job.id, _COUNTING)
+        self._api.create_run(f"{job.id}-{job.attempt}.{number}", pipeline, {
+            "job_dir": str(self._dir(job.id)), "spec_digest": digest_model(job), "code_version": code_version(),
+            **job.run_parameters()})
 
     def _counting(self, job_id: str, attempt: int, *, fetch: bool) -> "Counting":
         path = self._dir(job_id) / _COUNTING
         if fetch:
             self._fetch(path)
-        found = read_record(path, Counting)
-        return found if found is not None and found.attempt == attempt else Counting(attempt=attempt)
+        counting = read_record(path, Counting)
+        return counting if counting is not None and counting.attempt == attempt else Counting(attempt=attempt)
 
     def stop(self, job_id: str) -> None:
-        """See `Runner`."""
         for _attempt, _starts, run in self._runs(job_id):
             if _STATES.get(str(run.state), "running") == "running" and run.state != "CANCELING":
                 self._api.terminate_run(run.run_id)
-
-    def pause(self, job_id: str) -> None:
-        """See `Runner`: a run of Kubeflow does not depend on the control plane."""
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
         """See `Runner`. Race: several workers may pass this check at once, and each may then exceed `max_runs` by one.
@@ -169,14 +170,6 @@ class KubeflowRunner:
         return sorted(((int(match[1]), int(match[2]), run) for match, run in matches),
                       key=lambda run: run[:2])
 
-    def _stage_failure(self, job_id: str) -> RunFailed | None:
-        """The stage failure of the latest run, if any: `start` removes the one of earlier runs."""
-        self._fetch(self._dir(job_id) / RUN_FAILURE)
-        first = read_failure(self._dir(job_id))
-        if first is None:
-            return None
-        return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
-
     # Files in the work area.
 
     def refresh(self, job_id: str, job: ResolvedJob) -> None:
@@ -186,7 +179,8 @@ class KubeflowRunner:
         for name in (RUN_FAILURE, *_DRIVER_FILES):
             self._fetch(self._dir(job_id) / name)
         for stage in STAGES:
-            finished = [self._refresh_stage(job_id, stage, key) for key in self._keys(job_id, job, stage)]
+            keys = stage_keys(job, self._dir(job_id), stage)
+            finished = [self._refresh_stage(job_id, stage, key) for key in keys]
             if not all(finished):
                 return  # later stages cannot have started
 
@@ -197,7 +191,7 @@ class KubeflowRunner:
         if stage != "prove" and (directory / MANIFEST).exists():
             return True
         # Race: the manifest is checked before events and log are read. Once it exists, both are complete.
-        finished = self._has(directory / MANIFEST)
+        finished = self._store is not None and self._store.stat(self._key(directory / MANIFEST)) is not None
         for name in ("events.jsonl", "log.txt"):
             self._fetch_appended(directory / name)
         for name in ("spec.json", FAILURE_FILE, MANIFEST):
@@ -207,30 +201,22 @@ class KubeflowRunner:
             (directory / MANIFEST).unlink(missing_ok=True)
         return finished
 
-    def _keys(self, job_id: str, job: ResolvedJob, stage: StageName) -> list[str]:
-        names = [candidate.name for candidate in job.candidates]
-        if stage == "train":
-            return names
-        if stage == "benchmark":
-            reports = [read_manifest(stage_dir(self._dir(job_id), "train", name)).report for name in names]
-            trained = [report for report in reports if isinstance(report, TrainReport)]
-            return [checkpoint.name for checkpoint in benchmarked(job, trained)]
-        return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
-
     def persist(self, job_id: str, name: str) -> None:
-        """See `Runner`."""
         if self._store is not None:
             path = self._dir(job_id) / name
             self._store.write(self._key(path), path.read_bytes())
 
     def delete(self, job_id: str) -> None:
-        """See `Runner`."""
         self.stop(job_id)
         if self._store is not None:
             self._store.delete_all(self._key(self._dir(job_id)))
 
     def _write_job(self, new: JobFile) -> JobFile:
-        path = self._dir(new.id) / JOB_FILE
+        """Write `job.json`, and remove the failure of the run before."""
+        path, failure = self._dir(new.id) / JOB_FILE, self._dir(new.id) / RUN_FAILURE
+        if self._store is not None:
+            self._store.delete(self._key(failure))
+        failure.unlink(missing_ok=True)
         self._fetch(path)
         before = read_record(path, JobFile)
         job = new.after(before)
@@ -238,12 +224,6 @@ class KubeflowRunner:
             write_model(path, job)
             self.persist(job.id, JOB_FILE)
         return job
-
-    def _remove_failure(self, job_id: str) -> None:
-        path = self._dir(job_id) / RUN_FAILURE
-        if self._store is not None:
-            self._store.delete(self._key(path))
-        path.unlink(missing_ok=True)
 
     def _fetch(self, path: Path) -> None:
         """Download a small file; remove the local copy when the store has none."""
@@ -257,9 +237,6 @@ class KubeflowRunner:
         # An equal file is not rewritten: its modification time is the start of a stage.
         if not path.is_file() or path.read_bytes() != data:
             write_atomically(path, data)
-
-    def _has(self, path: Path) -> bool:
-        return self._store is not None and self._store.stat(self._key(path)) is not None
 
     def _fetch_appended(self, path: Path) -> None:
         """Download what was appended to a file; one that is shorter than the local copy was replaced."""
@@ -284,19 +261,6 @@ class KubeflowRunner:
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._home).as_posix()
-
-
-def _was_terminated(run: Any) -> bool:
-    """Whether a user terminated the run. Kubeflow reports a terminated Workflow as FAILED; its history has
-    CANCELING."""
-    return run.state == "CANCELED" or any(entry.state == "CANCELING" for entry in run.state_history or ())
-
-
-def _unexplained(run: Any) -> RunFailed:
-    message = " ".join(str(run.error.message).split())[:1000] if run.error is not None and run.error.message else ""
-    return RunFailed(None, "", "PipelineFailed",
-                     message or f"run {run.display_name} failed, and no stage reported a failure",
-                     f"inspect run {run.run_id} in Kubeflow Pipelines, then retry the job")
 
 
 # Requests to Kubeflow.
@@ -369,26 +333,32 @@ class KfpApi:
                 return runs
             query["page_token"] = page.next_page_token
 
-    def read_run(self, run_id: str) -> Any | None:
-        """A run; None when it does not exist."""
-        try:
-            return self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
-        except KubeflowNotFound:
-            return None
-
     def terminate_run(self, run_id: str) -> None:
         """Terminate a run; succeeds when it does not exist or has ended."""
-        try:
-            self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
-        except (KubeflowNotFound, PipelineRejected):
-            run = self.read_run(run_id)
-            if run is not None and run.state in ("PENDING", "RUNNING", "PAUSED"):
-                raise
+        with suppress(KubeflowNotFound):
+            try:
+                self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
+            except (KubeflowNotFound, PipelineRejected):
+                run = self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
+                if run.state in ("PENDING", "RUNNING", "PAUSED"):
+                    raise
 
     def _experiment(self) -> str:
         """The id of the experiment, created if it does not exist."""
+        if self._experiment_id is not None:
+            return self._experiment_id
+        name = self._spec.experiment
+        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
+        self._experiment_id = self._find_experiment()
         if self._experiment_id is None:
-            self._experiment_id = self._find_experiment() or self._create_experiment()
+            try:
+                created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
+                    experiment, **options), f"experiment {name}")
+                self._experiment_id = str(created.experiment_id)
+            except PipelineRejected:  # race: another process created it after we searched
+                self._experiment_id = self._find_experiment()
+                if self._experiment_id is None:
+                    raise
         return self._experiment_id
 
     def _find_experiment(self) -> str | None:
@@ -398,24 +368,16 @@ class KfpApi:
             page_size=_PAGE, filter=_where("display_name", _EQUALS, name), **scope, **options), f"experiment {name}")
         return next((str(each.experiment_id) for each in page.experiments or [] if each.display_name == name), None)
 
-    def _create_experiment(self) -> str:
-        name = self._spec.experiment
-        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
-        try:
-            created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
-                experiment, **options), f"experiment {name}")
-        except PipelineRejected:  # race: another process created it after we searched
-            existing = self._find_experiment()
-            if existing is None:
-                raise
-            return existing
-        return str(created.experiment_id)
-
     def _request(self, call: Callable[[dict[str, Any]], ResultT], what: str) -> ResultT:
         """Send one request and translate its errors."""
         self._client.set_default_header("Accept", "application/json")
         if self._spec.token_file is not None:
-            self._client.set_default_header("Authorization", f"Bearer {_read_token(Path(self._spec.token_file))}")
+            path = Path(self._spec.token_file)
+            try:
+                self._client.set_default_header("Authorization", f"Bearer {path.read_text().strip()}")
+            except OSError as error:
+                raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
+                                          "will retry; mount the service account's token there") from None
         try:
             return call({"_request_timeout": self._spec.timeout_s})
         except kfp_server_api.ApiException as error:
@@ -430,21 +392,22 @@ def _where(key: str, operation: int, value: str) -> str:
     return json.dumps({"predicates": [{"key": key, "operation": operation, "string_value": value}]})
 
 
-def _read_token(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
-                                  "will retry; mount the service account's token there") from None
-
-
 def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
-    """The exception for a response other than 2xx."""
+    """The exception for a response other than 2xx, with the server's message on one line."""
     status = int(error.status or 0)
-    detail = _message_of(error)
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
+    with suppress(ValueError, AttributeError):
+        document = json.loads(body)
+        body = str(document.get("error") or document.get("message") or body)
+    message = " ".join(body.split())
+    detail = f": {message[:500]}" if message else ""
     if status == 0 or status == 408 or status == 429 or status >= 500:
+        try:
+            after_s = float((error.headers or {}).get("Retry-After", 5.0))
+        except ValueError:  # Retry-After may also be a date
+            after_s = 5.0
         return KubeflowUnavailable(f"Kubeflow Pipelines at {spec.url} answered {status} for {what}{detail}",
-                                   after_s=_retry_after_s(error))
+                                   after_s=after_s)
     if status in (401, 403):
         scope = "" if spec.namespace is None else f" in namespace {spec.namespace}"
         hint = ("correct kubeflow.token_file: the token's audience must be Kubeflow Pipelines" if status == 401
@@ -455,22 +418,3 @@ def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
                                 "check that kubeflow.url ends before /apis and that the server serves v2beta1")
     return PipelineRejected(f"Kubeflow Pipelines at {spec.url} rejected {what} with {status}{detail}",
                             "correct the job's placement or the cluster profile as the message says")
-
-
-def _retry_after_s(error: Any) -> float:
-    try:
-        return float((error.headers or {}).get("Retry-After", 5.0))
-    except ValueError:  # Retry-After may also be a date
-        return 5.0
-
-
-def _message_of(error: Any) -> str:
-    """The server's error message on one line, with a leading colon."""
-    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-    try:
-        document = json.loads(body)
-        body = str(document.get("error") or document.get("message") or body)
-    except (ValueError, AttributeError):
-        pass
-    message = " ".join(body.split())
-    return f": {message[:500]}" if message else ""

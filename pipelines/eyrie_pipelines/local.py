@@ -13,8 +13,6 @@ restarted control plane finds the run through `run/run.json`, or, where that is 
     <job>/run/result.json       how the run ended; written last
     <job>/run/{root,tmp}        kfp.local's own files
 
-`LocalRunner` implements the protocol of `runner` with these functions.
-
 kfp.local also replaces the text `python3` in every argument of a task, paths included, by `sys.executable` unquoted.
 The leader therefore puts its interpreter's directory first in PATH and sets `sys.executable` to `python3`: the
 replacement then changes nothing, also in paths that contain that word or a space.
@@ -34,9 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
-from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import disk_full, is_full, is_short, wait_for_room, with_room
 from eyrie_api.planning.facts import gpus_of
@@ -51,8 +47,8 @@ from eyrie_pipelines.processes import (
     stop_group,
 )
 from eyrie_pipelines.run_records import RUN_DIR, RunFailure, read_failure, read_record, work_done
-from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, RunState
-from eyrie_pipelines.several_gpus import SHARES, gpu_shares, written
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Runner, RunState
+from eyrie_pipelines.several_gpus import SHARES, gpu_shares
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.tasks import load_job
 
@@ -109,17 +105,14 @@ class RunNotStarted(Permanent):
     reason = "RunNotStarted"
 
 
-class LocalRunner:
-    """Runs of one home directory, at most `max_runs` at once."""
+class LocalRunner(Runner):
+    """Runs of one home directory, at most `max_runs` at once. Stages work in the job's own directory: nothing has to be
+    downloaded or uploaded."""
 
     def __init__(self, home: Path, *, max_runs: int = 1) -> None:
         self._home, self._max_runs = home.absolute(), max_runs
 
-    def refresh(self, job_id: str, job: ResolvedJob) -> None:
-        """See `Runner`: stages work in the job's own directory."""
-
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         run = observe(self._dir(job_id))
         if run.handle is None:
             return ObservedRun()
@@ -139,19 +132,13 @@ class LocalRunner:
             start(self._dir(job.id), job)
 
     def stop(self, job_id: str) -> None:
-        """See `Runner`."""
         stop(self._dir(job_id))
 
     def pause(self, job_id: str) -> None:
-        """See `Runner`."""
         if observe(self._dir(job_id)).state == "running":
             pause(self._dir(job_id))
 
-    def persist(self, job_id: str, name: str) -> None:
-        """See `Runner`: jobs are stored on this disk, nothing to upload."""
-
     def delete(self, job_id: str) -> None:
-        """See `Runner`."""
         stop(self._dir(job_id))
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
@@ -317,7 +304,16 @@ def _run_with_room(job_dir: Path, job: JobFile) -> str | None:
 def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     """Run the pipeline under kfp.local; None when it succeeded, else kfp's error message."""
     run_dir = job_dir / RUN_DIR
-    _prepare_environment(run_dir, job.spec.engine)
+    shares = gpu_shares(gpus_of(os.environ), job.spec.engine)  # of this machine's GPUs, among measurements
+    if len(shares) > 1:
+        os.environ.setdefault(SHARES, ";".join(",".join(share) for share in shares))
+    os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
+    (run_dir / "tmp").mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(run_dir / "tmp")
+    bin_dir = Path(sys.executable).parent
+    if (bin_dir / "python3").exists():  # see the module docstring
+        os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
+        sys.executable = "python3"
     # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
@@ -334,21 +330,6 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
         for scratch in ("root", "tmp"):
             shutil.rmtree(run_dir / scratch, ignore_errors=True)
     return None
-
-
-def _prepare_environment(run_dir: Path, engine: EngineSpec) -> None:
-    """Set PATH and `sys.executable` (see the module docstring), keep the tasks' temporary files in the run, and divide
-    this machine's GPUs among measurements where there are several."""
-    shares = gpu_shares(gpus_of(os.environ), engine)
-    if len(shares) > 1:
-        os.environ.setdefault(SHARES, written(shares))
-    os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
-    (run_dir / "tmp").mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(run_dir / "tmp")
-    bin_dir = Path(sys.executable).parent
-    if (bin_dir / "python3").exists():
-        os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
-        sys.executable = "python3"
 
 
 def main() -> int:

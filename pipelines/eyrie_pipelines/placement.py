@@ -13,9 +13,6 @@ annotation of the task's pod, `eyrie.dev/pod`:
 Kubeflow copies the annotation to the pod and does not interpret it: on a real cluster an admission policy has to set
 the pod's fields from it. The test double reads it itself. Resources other than CPU, memory and GPUs are refused.
 
-The pods of capture and train get their number of GPUs as EYRIE_PROCESSES and start that many processes by torchrun
-(`several_gpus`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
-
 With a model cache, stages have it at MODEL_CACHE_DIR and only read it; the prefetch task, which fills it, is small and
 has the stages' secret variables (HF_TOKEN, HF_ENDPOINT). kfp mounts no claim read-only: the annotation asks for that.
 
@@ -155,23 +152,39 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     if placement.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(placement.image_pull_secrets))
     _set_resources(task, placement)
-    _select_nodes(task, placement)
-    _mount_work_area(task, placement, profile)
+    labels = dict(placement.node_selector)
+    if placement.gpu_type is not None:
+        labels[placement.gpu_type_label] = placement.gpu_type
+    for key, value in labels.items():
+        kubernetes.add_node_selector(task, key, value)
+    for each in placement.tolerations:
+        kubernetes.add_toleration(task, key=each.key or "", operator=each.operator, value=each.value,
+                                  effect=each.effect)
+    if placement.queue is not None:
+        kubernetes.add_pod_label(task, QUEUE_LABEL, placement.queue)
+    work = placement.work
+    if isinstance(work, VolumeWork):
+        kubernetes.mount_pvc(task, work.claim, work.mount_path, work.sub_path or "")
+    elif isinstance(work, S3Work):
+        kubernetes.empty_dir_mount(task, "work", profile.home, size_limit=work.scratch_size)
+        if work.credentials_secret is not None:
+            kubernetes.use_secret_as_volume(task, work.credentials_secret, CREDENTIALS_DIR)
     if placement.shared_memory is not None:
         kubernetes.empty_dir_mount(task, "shared-memory", "/dev/shm", medium="Memory",
                                    size_limit=placement.shared_memory)
-    for one in placement.secret_variables:
-        kubernetes.use_secret_as_env(task, one.secret, {one.key: one.variable})
-    _annotate(task, _beyond_kfp(placement))
+    for secret in placement.secret_variables:
+        kubernetes.use_secret_as_env(task, secret.secret, {secret.key: secret.variable})
+    _annotate(task, {"host_paths": [path.model_dump(mode="json") for path in placement.host_paths],
+                     "priority_class": placement.priority_class, "service_account": placement.service_account})
     return task
 
 
 def _annotate(task: Any, beyond: dict[str, Any]) -> None:
-    """Add to the value of POD_ANNOTATION: see the module docstring."""
+    """Add what is not empty to the value of POD_ANNOTATION: see the module docstring."""
     known = task.platform_config.get("kubernetes", {}).get("podMetadata", {}).get("annotations", {})
     before = json.loads(known.get(POD_ANNOTATION, "{}"))
-    if beyond:
-        beyond = {**before, **beyond, "host_paths": [*before.get("host_paths", ()), *beyond.get("host_paths", ())]}
+    beyond = {**before, **beyond, "host_paths": [*before.get("host_paths", ()), *beyond.get("host_paths", ())]}
+    if any(beyond.values()):
         kubernetes.add_pod_annotation(task, POD_ANNOTATION, json.dumps(
             {name: value for name, value in beyond.items() if value}, sort_keys=True))
 
@@ -206,38 +219,3 @@ def _set_resources(task: Any, placement: Placement) -> None:
                                    "write cpu as 500m or 4, and memory as whole Ki, Mi, Gi, K, M, G") from None
     if placement.num_gpus:
         task.set_accelerator_type(placement.gpu_resource).set_accelerator_limit(placement.num_gpus)
-
-
-def _select_nodes(task: Any, placement: Placement) -> None:
-    labels = dict(placement.node_selector)
-    if placement.gpu_type is not None:
-        labels[placement.gpu_type_label] = placement.gpu_type
-    for key, value in labels.items():
-        kubernetes.add_node_selector(task, key, value)
-    for one in placement.tolerations:
-        kubernetes.add_toleration(task, key=one.key or "", operator=one.operator, value=one.value,
-                                  effect=one.effect)
-    if placement.queue is not None:
-        kubernetes.add_pod_label(task, QUEUE_LABEL, placement.queue)
-
-
-def _mount_work_area(task: Any, placement: Placement, profile: ClusterProfile) -> None:
-    work = placement.work
-    if isinstance(work, VolumeWork):
-        kubernetes.mount_pvc(task, work.claim, work.mount_path, work.sub_path or "")
-    elif isinstance(work, S3Work):
-        kubernetes.empty_dir_mount(task, "work", profile.home, size_limit=work.scratch_size)
-        if work.credentials_secret is not None:
-            kubernetes.use_secret_as_volume(task, work.credentials_secret, CREDENTIALS_DIR)
-
-
-def _beyond_kfp(placement: Placement) -> dict[str, Any]:
-    """The value of POD_ANNOTATION: see the module docstring."""
-    beyond: dict[str, Any] = {}
-    if placement.host_paths:
-        beyond["host_paths"] = [one.model_dump(mode="json") for one in placement.host_paths]
-    if placement.priority_class is not None:
-        beyond["priority_class"] = placement.priority_class
-    if placement.service_account is not None:
-        beyond["service_account"] = placement.service_account
-    return beyond

@@ -31,7 +31,6 @@ class ProcessId(Frozen):
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -67,13 +66,12 @@ def find_process(*wanted: str) -> ProcessId | None:
 def arguments_of(pid: int) -> list[str]:
     """The command line of a process; empty when it has ended or is another user's."""
     try:
-        return [os.fsdecode(one) for one in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
+        return [os.fsdecode(argument) for argument in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")]
     except OSError:
         return []
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether this process is still running."""
     return identify(process.pid) == process
 
 
@@ -118,4 +116,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return result
-

@@ -28,7 +28,6 @@ from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
     CellReport,
-    CheckpointReport,
     ConcurrencyReport,
     RegenerateReport,
     TrainReport,
@@ -54,34 +53,60 @@ class OutputArtifact(Protocol):
 def write_dataset(job_dir: str, ref: str, artifact: OutputArtifact) -> None:
     """Answers or hidden states, from the stage that a reference names."""
     report = tasks.stage_manifest(job_dir, ref).report
-    assert isinstance(report, RegenerateReport | CaptureReport)
-    _write_stage(job_dir, ref, artifact, of_answers(report) if isinstance(report, RegenerateReport)
-                 else of_states(report))
+    if isinstance(report, RegenerateReport):
+        metadata = {
+            "content": "answers of the target", "engine": report.engine, "rows": report.rows_answered,
+            "rows held out": report.rows_held_out, "rows quarantined": report.rows_quarantined,
+            "rows reused": report.rows_reused, "prompt tokens": report.prompt_tokens,
+            "answer tokens": report.answer_tokens} | {f"rows of {name}": rows for name, rows in report.sources.items()}
+    else:
+        assert isinstance(report, CaptureReport)
+        metadata = {
+            "content": "hidden states of the target", "source": report.source, "rows": report.rows,
+            "rows reused": report.rows_reused, "tokens": report.tokens, "supervised tokens": report.supervised_tokens,
+            "bytes": report.bytes, "shards": report.shards, "codec": report.codec, "hidden size": report.hidden_size,
+            "layers": list(report.layers.aux_layers)}
+    _write_stage(job_dir, ref, artifact, metadata)
 
 
 def write_training(job_dir: str, ref: str, drafter: OutputArtifact, learning: OutputArtifact) -> None:
-    """The drafter of a candidate, and how well it learnt."""
+    """The drafter of a candidate with its last checkpoint; how that predicts held-out rows, and what training took."""
     report = tasks.stage_report(job_dir, ref, TrainReport)
-    _write_stage(job_dir, ref, drafter, of_drafter(report))
-    _write_stage(job_dir, ref, learning, of_learning(report))
+    last = max(report.checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
+    _write_stage(job_dir, ref, drafter, {
+        "framework": "PyTorch", "family": report.family, "candidate": report.candidate,
+        "parameters": report.parameters, "steps": report.steps, "tokens": report.tokens, "rows": report.rows,
+        "draft vocabulary": report.vocabulary.draft_vocab_size, "continued from": report.init_from,
+        "checkpoints": len(report.checkpoints), "checkpoint": last.name if last else None,
+        "digest": last.digest if last else None})
+    metadata: Metadata = {"candidate": report.candidate, "tokens per second": report.tokens_per_s,
+                          "seconds": report.seconds, "vocabulary coverage": report.vocabulary.coverage}
+    if last is not None:
+        metadata |= {"loss": last.loss, "tokens per target pass if drafting were free": last.theoretical_speedup}
+        metadata |= {f"accuracy at step {step}": value for step, value in enumerate(last.accuracy, 1)}
+    _write_stage(job_dir, ref, learning, metadata)
 
 
 def write_checkpoints(job_dir: str, spec_digest: str, names: Sequence[str], artifact: OutputArtifact) -> None:
     """All drafters that are benchmarked."""
     job, work = tasks.load_job(job_dir, spec_digest), WorkArea.of(Path(job_dir))
-    found = [stage_specs.find_checkpoint(job.resolved, tasks.train_reports(job_dir, job), name) for name in names]
-    _write(artifact, {"checkpoints": len(found)} | {one.name: work.address(Path(job_dir) / one.path) for one in found})
+    refs = [stage_specs.find_checkpoint(job.resolved, tasks.train_reports(job_dir, job), name) for name in names]
+    _write(artifact, {"checkpoints": len(refs)} | {ref.name: work.address(Path(job_dir) / ref.path) for ref in refs})
 
 
 def write_metrics(job_dir: str, ref: str, artifact: OutputArtifact) -> None:
     """The figures of benchmark, tune, prove or hardware."""
     report = tasks.stage_manifest(job_dir, ref).report
     if isinstance(report, BenchmarkReport):
-        metadata = of_benchmark(report)
+        metadata = {
+            "checkpoint": report.checkpoint, "candidate": report.candidate, "rival": report.rival,
+            "dropped": report.dropped, "shapes": SHAPE, "speed-up": report.speedup, "lossless": report.lossless,
+            "tokens per second without drafter": report.baseline_tokens_per_s} | _cells(report)
     elif isinstance(report, TuneReport):
         metadata = of_tuning(report)
     elif isinstance(report, HardwareMeasurement):
-        metadata = of_hardware(report)
+        metadata = {"profile": report.profile.name, "price per hour": report.profile.price_per_hour,
+                    "skipped": report.skipped or None} | dict(_loads(report.load, ""))
     else:
         assert isinstance(report, ProveReport)
         metadata = of_proof(report)
@@ -92,12 +117,13 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
     """The selected checkpoint: a candidate's or a rival."""
     job = tasks.load_job(job_dir)
     reports = tasks.train_reports(job_dir, job)
-    found = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
-    trained = next((one for report in reports for one in report.checkpoints if one.name == checkpoint), None)
+    ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
+    trained = next((exported for report in reports for exported in report.checkpoints if exported.name == checkpoint),
+                   None)
     measured = tasks.stage_report(job_dir, stage_specs.reference("benchmark", checkpoint), BenchmarkReport)
     _write(artifact, {
-        "data": WorkArea.of(Path(job_dir)).address(Path(job_dir) / found.path), "checkpoint": checkpoint,
-        "candidate": found.candidate, "rival": measured.rival, "framework": "PyTorch",
+        "data": WorkArea.of(Path(job_dir)).address(Path(job_dir) / ref.path), "checkpoint": checkpoint,
+        "candidate": ref.candidate, "rival": measured.rival, "framework": "PyTorch",
         "digest": trained.digest if trained is not None else None,
         "speed-up": measured.speedup, "lossless": measured.lossless})
 
@@ -105,69 +131,21 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
 def write_report(job_dir: str, spec_digest: str, artifact: OutputArtifact) -> None:
     """The report of benchmark, tuning and decision as one HTML page, when every stage has finished."""
     job = tasks.load_job(job_dir, spec_digest)
-    benchmarks = [tasks.stage_report(job_dir, stage_specs.reference("benchmark", one.name), BenchmarkReport)
-                  for one in stage_specs.benchmarked(job.resolved, tasks.train_reports(job_dir, job))]
+    benchmarks = tasks.benchmark_reports(job_dir, job, tasks.train_reports(job_dir, job))
     tuned = tasks.stage_report(job_dir, stage_specs.reference("tune"), TuneReport)
     proof = tasks.stage_report(job_dir, stage_specs.reference("prove"), ProveReport)
     _write(artifact, {"content": "benchmark, tuning map and decision"}, run_report.html(job, benchmarks, tuned, proof))
 
 
-def of_answers(report: RegenerateReport) -> Metadata:
-    """What became of the conversations."""
-    return {"content": "answers of the target", "engine": report.engine, "rows": report.rows_answered,
-            "rows held out": report.rows_held_out, "rows quarantined": report.rows_quarantined,
-            "rows reused": report.rows_reused, "prompt tokens": report.prompt_tokens,
-            "answer tokens": report.answer_tokens} | {f"rows of {name}": rows for name, rows in report.sources.items()}
-
-
-def of_states(report: CaptureReport) -> Metadata:
-    """What was recorded."""
-    return {"content": "hidden states of the target", "source": report.source, "rows": report.rows,
-            "rows reused": report.rows_reused, "tokens": report.tokens, "supervised tokens": report.supervised_tokens,
-            "bytes": report.bytes, "shards": report.shards, "codec": report.codec, "hidden size": report.hidden_size,
-            "layers": list(report.layers.aux_layers)}
-
-
-def of_drafter(report: TrainReport) -> Metadata:
-    """One candidate and its last checkpoint."""
-    last = _last(report)
-    return {"framework": "PyTorch", "family": report.family, "candidate": report.candidate,
-            "parameters": report.parameters, "steps": report.steps, "tokens": report.tokens, "rows": report.rows,
-            "draft vocabulary": report.vocabulary.draft_vocab_size, "continued from": report.init_from,
-            "checkpoints": len(report.checkpoints), "checkpoint": last.name if last else None,
-            "digest": last.digest if last else None}
-
-
-def of_learning(report: TrainReport) -> Metadata:
-    """How the last checkpoint predicts held-out rows, and what the training took."""
-    last = _last(report)
-    found: Metadata = {"candidate": report.candidate, "tokens per second": report.tokens_per_s,
-                       "seconds": report.seconds, "vocabulary coverage": report.vocabulary.coverage}
-    if last is not None:
-        found |= {"loss": last.loss, "tokens per target pass if drafting were free": last.theoretical_speedup}
-        found |= {f"accuracy at step {step}": value for step, value in enumerate(last.accuracy, 1)}
-    return found
-
-
-def _last(report: TrainReport) -> CheckpointReport | None:
-    return max(report.checkpoints, key=lambda one: one.step, default=None)
-
-
-def of_benchmark(report: BenchmarkReport) -> Metadata:
-    """One checkpoint in every suite, at every temperature and concurrency."""
-    return {"checkpoint": report.checkpoint, "candidate": report.candidate, "rival": report.rival,
-            "dropped": report.dropped, "shapes": SHAPE, "speed-up": report.speedup, "lossless": report.lossless,
-            "tokens per second without drafter": report.baseline_tokens_per_s} | _cells(report)
-
-
 def _cells(report: BenchmarkReport) -> Metadata:
-    found: Metadata = {}
+    """One checkpoint in every suite, at every temperature and concurrency."""
+    metadata: Metadata = {}
     for cell in report.cells:
-        found |= _measured(cell, f"{cell.suite}, T={cell.temperature:g}, {cell.shape}")
+        metadata |= _measured(cell, f"{cell.suite}, T={cell.temperature:g}, {cell.shape}")
     shape = next((cell.shape for cell in report.cells), "")
     for load in report.concurrent:
-        found |= _measured(load, f"all suites, T={load.temperature:g}, {shape}, {load.concurrency} at once")
-    return found
+        metadata |= _measured(load, f"all suites, T={load.temperature:g}, {shape}, {load.concurrency} at once")
+    return metadata
 
 
 def _measured(cell: CellReport | ConcurrencyReport, where: str) -> Metadata:
@@ -177,39 +155,34 @@ def _measured(cell: CellReport | ConcurrencyReport, where: str) -> Metadata:
 
 def of_tuning(report: TuneReport) -> Metadata:
     """The best setting at every load, and the winner measured on prompts of every suite."""
-    found: Metadata = {"checkpoint": report.checkpoint, "shapes": SHAPE, "winner": report.winner.label(),
-                       "finding": report.finding, "speed-up": report.final.speedup, "lossless": report.final.lossless}
+    metadata: Metadata = {
+        "checkpoint": report.checkpoint, "shapes": SHAPE, "winner": report.winner.label(),
+        "finding": report.finding, "speed-up": report.final.speedup, "lossless": report.final.lossless}
     if report.map is not None:
-        found |= {"crossover": report.map.crossover, "trials measured": report.map.trials_measured}
+        metadata |= {"crossover": report.map.crossover, "trials measured": report.map.trials_measured}
         for point in report.map.points:
-            found |= {f"setting ({point.concurrency} at once)": point.setting.label(),
-                      f"speed-up ({point.concurrency} at once)": point.speedup}
-    return found | _cells(report.final)
+            metadata |= {f"setting ({point.concurrency} at once)": point.setting.label(),
+                         f"speed-up ({point.concurrency} at once)": point.speedup}
+    return metadata | _cells(report.final)
 
 
 def of_proof(report: ProveReport) -> Metadata:
     """The tuned drafter in the serving engine."""
     parity = report.parity
-    found: Metadata = {"checkpoint": report.checkpoint, "engine": report.engine, "shapes": SHAPE,
-                       "setting": report.use.setting.label(), "skipped": report.skipped or None}
+    metadata: Metadata = {"checkpoint": report.checkpoint, "engine": report.engine, "shapes": SHAPE,
+                          "setting": report.use.setting.label(), "skipped": report.skipped or None}
     if parity is not None:
-        found |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
-                  "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
-    return found | dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
-
-
-def of_hardware(measured: HardwareMeasurement) -> Metadata:
-    """One kind of hardware, compared with the first one without a drafter."""
-    return {"profile": measured.profile.name, "price per hour": measured.profile.price_per_hour,
-            "skipped": measured.skipped or None} | dict(_loads(measured.load, ""))
+        metadata |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
+                     "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
+    return metadata | dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
 
 
 def _loads(report: LoadReport | None, suffix: str) -> Iterator[tuple[str, float]]:
-    for one in report.comparisons if report is not None else ():
-        where = f"{one.variant} over {one.baseline}, {one.level:g} users{suffix}"
-        yield f"speed-up ({where})", one.throughput_ratio
-        yield f"speed-up, low ({where})", one.throughput_interval.low
-        yield f"speed-up, high ({where})", one.throughput_interval.high
+    for compared in report.comparisons if report is not None else ():
+        where = f"{compared.variant} over {compared.baseline}, {compared.level:g} users{suffix}"
+        yield f"speed-up ({where})", compared.throughput_ratio
+        yield f"speed-up, low ({where})", compared.throughput_interval.low
+        yield f"speed-up, high ({where})", compared.throughput_interval.high
 
 
 def _write_stage(job_dir: str, ref: str, artifact: OutputArtifact, metadata: Metadata) -> None:

@@ -14,17 +14,16 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts import MANIFEST, read_sealed
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.records import STAGE_RECORD, Failure, ProgressRecord
 from eyrie_api.contract.stages import StageName
-from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.errors import Permanent
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +40,9 @@ Positions = Mapping[tuple[str, str], float]
 
 
 def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """The record in a file; None where there is none or it is damaged."""
+    """The record in a file, sealed or not; None where there is none or it is damaged."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return read_sealed(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -74,13 +73,6 @@ def read_failure(job_dir: Path) -> RunFailure | None:
 def read_stage_failure(directory: Path) -> Failure | None:
     """The failure a stage program wrote into its directory; None when there is none, or it is damaged."""
     return read_record(directory / FAILURE_FILE, Failure)
-
-
-def failure_of(error: EyrieError, directory: Path) -> Failure:
-    """The record of an error: the stage program's own where the program reported one."""
-    reported = read_stage_failure(directory) if isinstance(error, StageFailed) else None
-    return reported or Failure(reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
-                               time=datetime.now(UTC))
 
 
 @dataclass(frozen=True)
@@ -116,13 +108,13 @@ def work_done(job_dir: Path) -> tuple[int, float]:
 
 def positions(directories: Iterable[Path]) -> Positions:
     """The latest progress of each of these stages; a finished one has its manifest as another unit."""
-    found = {}
+    latest = {}
     for directory in directories:
         if (last := _last_progress(directory)) is not None:
-            found[directory.name, last.unit] = last.done
+            latest[directory.name, last.unit] = last.done
         if (directory / MANIFEST).exists():
-            found[directory.name, MANIFEST] = 1.0
-    return found
+            latest[directory.name, MANIFEST] = 1.0
+    return latest
 
 
 def _last_progress(directory: Path) -> ProgressRecord | None:

@@ -10,7 +10,6 @@ A chart installed before Kubeflow is in this state: the API responds and accepts
 the reason RuntimeUnavailable and the setting that is missing.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -78,8 +77,6 @@ class JobFile(Frozen):
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The stage that failed, and why."""
-
     stage: StageName | None
     key: str
     reason: str
@@ -110,10 +107,12 @@ class ObservedRun:
 
 
 class Runner(Protocol):
-    """Starts, observes and stops the runs of jobs. Raises Transient for errors that may be temporary."""
+    """Starts, observes and stops the runs of jobs. Raises Transient for errors that may be temporary. What returns None
+    does nothing by default."""
 
     def refresh(self, job_id: str, job: ResolvedJob) -> None:
         """Download the events, logs and manifests of the job's stages into its directory."""
+        return
 
     def observe(self, job_id: str) -> ObservedRun:
         """The state of the job's latest run."""
@@ -124,15 +123,19 @@ class Runner(Protocol):
 
     def stop(self, job_id: str) -> None:
         """Begin to stop the latest run with everything it started; `observe` reports when it has ended."""
+        return
 
     def pause(self, job_id: str) -> None:
         """The control plane shuts down: stop a run that depends on it, so that the next control plane resumes it."""
+        return
 
     def persist(self, job_id: str, name: str) -> None:
         """Upload the file `name` of the job's directory, so that it survives the loss of this machine's disk."""
+        return
 
     def delete(self, job_id: str) -> None:
         """The job was deleted: stop its run, and delete its files outside the job's directory."""
+        return
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
         """Whether the job may start a run now.
@@ -148,16 +151,8 @@ class RuntimeUnavailable(Permanent):
     reason = "RuntimeUnavailable"
 
 
-def has_stage_programs() -> bool:
-    """Whether the packages that every stage program needs are installed."""
-    return importlib.util.find_spec("torch") is not None
-
-
-class UnavailableRunner:
+class UnavailableRunner(Runner):
     """Starts nothing; see `Runner`."""
-
-    def refresh(self, job_id: str, job: ResolvedJob) -> None:
-        """See `Runner`."""
 
     def observe(self, job_id: str) -> ObservedRun:
         """See `Runner`."""
@@ -168,20 +163,7 @@ class UnavailableRunner:
         raise RuntimeUnavailable(
             "this installation has no cluster to run jobs on, and its control plane has no stage programs",
             "configure Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
-            "then retry the job",
-        )
-
-    def stop(self, job_id: str) -> None:
-        """See `Runner`."""
-
-    def pause(self, job_id: str) -> None:
-        """See `Runner`."""
-
-    def persist(self, job_id: str, name: str) -> None:
-        """See `Runner`."""
-
-    def delete(self, job_id: str) -> None:
-        """See `Runner`."""
+            "then retry the job")
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
         """See `Runner`. Always true: the job then fails at once, with the reason, instead of waiting."""

@@ -68,17 +68,6 @@ def gpu_shares(gpus: Sequence[str], engine: EngineSpec) -> tuple[Share, ...]:
     return tuple(tuple(gpus[first:first + size]) for first in range(0, len(gpus) - size + 1, size))
 
 
-def written(shares: Sequence[Share]) -> str:
-    """The value of EYRIE_GPU_SHARES."""
-    return ";".join(",".join(share) for share in shares)
-
-
-def shares_here() -> tuple[Share, ...]:
-    """The shares that the runner of this machine found; empty on a cluster, and in a child that has one of them."""
-    text = os.environ.get(SHARES, "")
-    return tuple(tuple(share.split(",")) for share in text.split(";") if share)
-
-
 def measure_on_shares(job_dir: str, spec_digest: str, checkpoints: Sequence[str], shares: Sequence[Share]) -> None:
     """Benchmark these checkpoints, as many at once as there are shares.
 

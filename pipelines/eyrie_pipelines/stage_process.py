@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.contract.records import Failure
 from eyrie_api.contract.stages import StageSpec
 from eyrie_api.errors import DiskFull
 from eyrie_api.full_disk import MIN_FREE_BYTES, free_bytes, is_short, wait_for_room
@@ -52,42 +53,19 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     """
     alone = command(spec.stage, directory)
     arguments = under_torchrun(alone, processes) if is_node() or processes > 1 else alone
-    _run_until_done(spec, directory, arguments, several=processes > 1)
+    run_in_directory(spec, directory, arguments, several=processes > 1)
     if is_first_node():
         read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
 
 
-def run_program_before(spec: StageSpec, directory: Path) -> None:
-    """Run the program before a stage (`catalog.Stage.before`), in the stage's directory. Raises as
+def run_in_directory(spec: StageSpec, directory: Path, arguments: list[str], *, several: bool = False) -> None:
+    """Run a program of a stage, which may be the one before it, in the stage's directory until it succeeds. Raises as
     `run_stage_program`."""
-    _run_until_done(spec, directory, command(spec.stage, directory, before=True), several=False)
-
-
-def _run_until_done(spec: StageSpec, directory: Path, arguments: list[str], *, several: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     wait_for_room(directory)
     write_model(directory / "spec.json", spec)
-    node, attempts = is_node(), Attempts()
-    while True:
-        code, interrupted = _run_with_room(arguments, [directory], {"EYRIE_DEVICE": "cuda"} if several else {})
-        if code == 0:
-            return
-        if interrupted:
-            raise SystemExit(INTERRUPTED_EXIT_CODE)
-        failure = read_stage_failure(directory)
-        if node and (failure is None or failure.transient):
-            # A peer may have ended. A node must not restart its program alone: the peers would not rejoin it. The
-            # TrainJob's runtime restarts all nodes, and fails the TrainJob after its own limit.
-            raise SystemExit(code if code > 0 else 1)
-        # Killed from outside (out of memory, kill): the stage resumes from its ledger or checkpoint.
-        killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
-        retryable = failure.transient if failure is not None else killed
-        attempts = attempts.after_kill(positions([directory])) if failure is None else attempts.after_failure()
-        if not retryable or attempts.count == MAX_ATTEMPTS:
-            if failure is None:
-                raise StageFailed(*_explain(code, directory))
-            raise StageFailed(failure.message, failure.hint)
-        _wait(spec.stage, attempts.count, code)
+    for failure in _run_until_done(spec.stage, [directory], arguments, several=several):
+        raise StageFailed(failure.message, failure.hint)
 
 
 def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], processes: int = 1) -> None:
@@ -102,51 +80,46 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], proce
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         if directory != first:
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
-    attempts = Attempts()
+    failures = _run_until_done("sweep", directories, arguments, several=several, hint="; or set sweep.shared_passes to "
+                               "never: candidates then train one by one")
+    for directory in directories if not failures else ():
+        read_manifest(directory)
+
+
+def _run_until_done(what: str, directories: Sequence[Path], arguments: list[str], *, several: bool,
+                    hint: str = "") -> list[Failure]:
+    """Run a program until it succeeds; returns the failures of the stages in these directories when it is not run
+    again. Raises StageFailed where there are none then, SystemExit."""
+    attempts, log = Attempts(), directories[0] / "log.txt"
     while True:
         code, interrupted = _run_with_room(arguments, directories, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
-            for directory in directories:
-                read_manifest(directory)
-            return
+            return []
         if interrupted:
             raise SystemExit(INTERRUPTED_EXIT_CODE)
         failures = [failure for directory in directories if (failure := read_stage_failure(directory)) is not None]
+        if is_node() and all(failure.transient for failure in failures):
+            # A peer may have ended. A node must not restart its program alone: the peers would not rejoin it. The
+            # TrainJob's runtime restarts all nodes, and fails the TrainJob after its own limit.
+            raise SystemExit(code if code > 0 else 1)
+        # Killed from outside (out of memory, kill): the stage resumes from its ledger or checkpoint.
         killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
-        retryable = all(each.transient for each in failures) if failures else killed
+        retryable = all(failure.transient for failure in failures) if failures else killed
         attempts = attempts.after_failure() if failures else attempts.after_kill(positions(directories))
+        if failures and (not retryable or attempts.count == MAX_ATTEMPTS):
+            return failures
         if not retryable or attempts.count == MAX_ATTEMPTS:
-            if failures:
-                return
-            message, hint = _explain(code, first)
-            raise StageFailed(message, f"{hint}; or set sweep.shared_passes to never: candidates then train one by one")
-        _wait("sweep", attempts.count, code)
-
-
-def _wait(what: str, attempt: int, code: int) -> None:
-    pause = float(os.environ.get("EYRIE_RETRY_BACKOFF_S", BACKOFF_S[attempt - 1]))
-    print(f"{what}: attempt {attempt} of {MAX_ATTEMPTS} ended with {code}; retrying in {pause} s", flush=True)
-    time.sleep(pause)
-
-
-def _explain(code: int, directory: Path) -> tuple[str, str]:
-    """Message and hint for a program that ended without a failure record."""
-    log = directory / "log.txt"
-    lines = [line for line in log_lines(log) if any(map(str.isalnum, line))]  # torchrun's last line is "====="
-    last = f"; last line of its log: {lines[-1]}" if lines else ""
-    if code < 0:
-        return (f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times and got no further{last}",
-                "if memory ran out, lower the batch sizes of this stage; then retry the job")
-    return f"the program ended with exit code {code}{last}", f"read {log}, then retry the job"
-
-
-def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
-    environment = {**defaults, **os.environ}
-    if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
-        environment.pop("TMPDIR", None)
-        if outer:
-            environment["TMPDIR"] = outer
-    return environment
+            lines = [line for line in log_lines(log) if any(map(str.isalnum, line))]  # torchrun's last line is "====="
+            last = f"; last line of its log: {lines[-1]}" if lines else ""
+            if code < 0:
+                raise StageFailed(f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times and "
+                                  f"got no further{last}", "if memory ran out, lower the batch sizes of this stage; "
+                                  f"then retry the job{hint}")
+            raise StageFailed(f"the program ended with exit code {code}{last}", f"read {log}, then retry the job{hint}")
+        pause = float(os.environ.get("EYRIE_RETRY_BACKOFF_S", BACKOFF_S[attempts.count - 1]))
+        print(f"{what}: attempt {attempts.count} of {MAX_ATTEMPTS} ended with {code}; retrying in {pause} s",
+              flush=True)
+        time.sleep(pause)
 
 
 def _run_with_room(arguments: list[str], directories: Sequence[Path],
@@ -179,6 +152,11 @@ def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]
     """
     interrupted = False
     child: subprocess.Popen[bytes] | None = None
+    environment = {**defaults, **os.environ}
+    if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
+        environment.pop("TMPDIR", None)
+        if outer:
+            environment["TMPDIR"] = outer
 
     def forward(number: int, _frame: FrameType | None) -> None:
         nonlocal interrupted
@@ -189,8 +167,8 @@ def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with (directory / "log.txt").open("ab") as log:
-            child = subprocess.Popen(arguments, cwd=directory, env=_environment(defaults), stdout=log,
-                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            child = subprocess.Popen(arguments, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                                     stdin=subprocess.DEVNULL)
             if interrupted:  # race: the signal arrived after the handler was set and before `child` was assigned
                 child.terminate()
             return child.wait(), interrupted

@@ -1,4 +1,4 @@
-"""The spec of each stage of a job: pure functions of values and paths.
+"""The spec of each stage of a job, and the stages' members: functions of values, paths and manifests.
 
 The pipeline (`kfp_pipeline`) defines the order of the stages; this module builds their specs. Every spec is a function
 of the job file (`runner.JobFile`) and of the manifests upstream, and therefore the same in a first run, a retry, on a
@@ -13,9 +13,10 @@ integers of a collected list into floats and rewrites text that looks like an in
 from collections.abc import Sequence
 from pathlib import Path
 
+from eyrie_api.artifacts import read_report
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.reports import BenchmarkReport, CheckpointReport, RegenerateReport, TrainReport
+from eyrie_api.contract.reports import BenchmarkReport, RegenerateReport, TrainReport
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import (
     BenchmarkStage,
@@ -97,16 +98,13 @@ def train_spec(job: JobFile, job_dir: Path, name: str) -> TrainStage:
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
     """Every exported drafter of every candidate, in order of candidate and step. Raises ArtifactMissing when none."""
-    checkpoints = tuple(_checkpoint(checkpoint) for report in reports
-                        for checkpoint in sorted(report.checkpoints, key=lambda checkpoint: checkpoint.step))
+    checkpoints = tuple(
+        CheckpointRef(name=checkpoint.name, candidate=checkpoint.candidate,
+                      path=(stage_dir(Path(), "train", checkpoint.candidate) / checkpoint.path).as_posix())
+        for report in reports for checkpoint in sorted(report.checkpoints, key=lambda checkpoint: checkpoint.step))
     if not checkpoints:
         raise ArtifactMissing("training exported no checkpoint", "raise train.epochs or train.max_steps and retry")
     return checkpoints
-
-
-def _checkpoint(report: CheckpointReport) -> CheckpointRef:
-    directory = stage_dir(Path(), "train", report.candidate) / report.path
-    return CheckpointRef(name=report.name, candidate=report.candidate, path=directory.as_posix())
 
 
 def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
@@ -116,6 +114,24 @@ def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[Check
                             path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
               for rival in job.rivals)
     return (*list_checkpoints(reports), *rivals)
+
+
+def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
+    """The training reports of all candidates. Raises ArtifactMissing when one is not trained."""
+    return [read_report(stage_dir(job_dir, "train", candidate.name), TrainReport) for candidate in job.candidates]
+
+
+def stage_keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
+    """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is
+    trained."""
+    if stage == "train":
+        return [candidate.name for candidate in job.candidates]
+    if stage == "benchmark":
+        try:
+            return [checkpoint.name for checkpoint in benchmarked(job, train_reports(job, job_dir))]
+        except ArtifactMissing:
+            return []
+    return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
 
 def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
@@ -172,15 +188,15 @@ def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profil
     """The proven checkpoint and no drafter on one of the job's profiles. Raises InvalidInput for a name that is not
     one."""
     prove, hardware = job.spec.prove, job.spec.prove.hardware
-    placed = next((one for one in hardware.profiles if one.name == profile), None) if hardware is not None else None
-    if hardware is None or placed is None:
+    placed = {} if hardware is None else {placed.name: placed for placed in hardware.profiles}
+    if hardware is None or profile not in placed:
         raise InvalidInput(f"profile {profile!r} is not in this job's prove.hardware",
                            f"profiles are {', '.join(prove.profile_names) or '(none)'}")
     first = hardware.profiles[0].name
     # The incumbent may be another in a later attempt, and is not measured here.
     proof = prove_spec(job, job_dir, checkpoint, reference("tune")).model_copy(update={"incumbent": None})
     return HardwareStage(
-        job_id=job.id, candidate=checkpoint.candidate, profile=placed, baseline=first,
+        job_id=job.id, candidate=checkpoint.candidate, profile=placed[profile], baseline=first,
         baseline_dir=None if profile == first else str(stage_dir(job_dir, "hardware", first)), proof=proof,
         proof_dir=str(stage_dir(job_dir, "prove")),
         load=LoadSpec(concurrencies=hardware.concurrencies or prove.concurrencies, requests=max(1, prove.requests // 2),

@@ -13,7 +13,6 @@ from eyrie_pipelines.run_records import StageFailed
 
 
 def main() -> None:
-    """Run one task."""
     parser = argparse.ArgumentParser(description="Train one candidate, or measure one checkpoint.")
     parser.add_argument("task", choices=("train", "benchmark"))
     parser.add_argument("--job-dir", required=True)

@@ -12,12 +12,14 @@ takes the job directory and references, and returns references (`stage_specs`).
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_report, write_model
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.records import Failure
 from eyrie_api.contract.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
 from eyrie_api.contract.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
 from eyrie_api.decisions.leaderboard import select_for_proof
@@ -28,15 +30,14 @@ from eyrie_pipelines.run_records import (
     RUN_DIR,
     RunFailure,
     StageFailed,
-    failure_of,
     read_failure,
     read_stage_failure,
 )
 from eyrie_pipelines.runner import JOB_FILE, JobFile
-from eyrie_pipelines.several_gpus import TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes, shares_here
-from eyrie_pipelines.stage_process import run_program_before, run_stage_program, run_sweep_program
+from eyrie_pipelines.several_gpus import SHARES, TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes
+from eyrie_pipelines.stage_process import run_in_directory, run_stage_program, run_sweep_program
 from eyrie_pipelines.work_area import WorkArea
-from eyrie_workers.catalog import stage_dir
+from eyrie_workers.catalog import command, stage_dir
 
 ReportT = TypeVar("ReportT", bound=Frozen)
 
@@ -46,18 +47,15 @@ ReportT = TypeVar("ReportT", bound=Frozen)
 
 def prefetch(job_dir: str, spec_digest: str) -> str:
     """Fill the cluster's model cache with the target. Its progress and failure are the first stage's."""
-    with _recording_failure(job_dir, "regenerate"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "regenerate") as job:
         spec, directory = stage_specs.regenerate_spec(job, Path(job_dir)), stage_dir(Path(job_dir), "regenerate")
         with WorkArea.of(Path(job_dir)).before(directory):
-            run_program_before(spec, directory)
+            run_in_directory(spec, directory, command(spec.stage, directory, before=True))
         return job.spec.target.model
 
 
 def regenerate(job_dir: str, spec_digest: str) -> str:
-    """Regenerate the answers of the conversations with the target."""
-    with _recording_failure(job_dir, "regenerate"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "regenerate") as job:
         done = _run(job_dir, stage_specs.regenerate_spec(job, Path(job_dir)))
         # Checked here: the benchmark stage would fail for the same reason after hours of training.
         stage_specs.check_held_out(job, stage_report(job_dir, done, RegenerateReport))
@@ -65,39 +63,41 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
 
 
 def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
-    """Record the target's hidden states."""
-    with _recording_failure(job_dir, "capture"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "capture") as job:
         return _run(job_dir, stage_specs.capture_spec(job, Path(job_dir)),
                     processes=num_processes(job.resolved.num_processes("capture")))
 
 
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
-    """Names of the sweep's candidates."""
-    with _recording_failure(job_dir, "train"):
-        return [candidate.name for candidate in load_job(job_dir, spec_digest).resolved.candidates]
+    with _recording_failure(job_dir, spec_digest, "train") as job:
+        return [candidate.name for candidate in job.resolved.candidates]
 
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     """Train all candidates in one program, if the job is to (`ResolvedJob.trains_together`)."""
-    failed = None
-    with _recording_failure(job_dir, "train"):
-        job = load_job(job_dir, spec_digest)
-        if job.resolved.trains_together:
-            specs = {candidate.name: stage_specs.train_spec(job, Path(job_dir), candidate.name)
-                     for candidate in job.resolved.candidates}
-            failed = _train_together(job_dir, specs, job.spec.sweep.rungs,
-                                     num_processes(job.resolved.num_processes("train")))
+    root, pending = Path(job_dir), dict[str, Path]()
+    with _recording_failure(job_dir, spec_digest, "train") as job, contextlib.ExitStack() as stages:
+        names = [candidate.name for candidate in job.resolved.candidates if job.resolved.trains_together]
+        for name in names:
+            spec, directory = stage_specs.train_spec(job, root, name), stage_dir(root, "train", name)
+            needed = stages.enter_context(WorkArea.of(root).stage(spec, directory, concurrent=len(names)))
+            if needed and not _is_finished(spec, directory):
+                pending[name] = directory
+                directory.mkdir(parents=True, exist_ok=True)
+                write_model(directory / "spec.json", spec)
+        if pending:
+            processes = num_processes(job.resolved.num_processes("train"))
+            run_sweep_program(list(pending.values()), job.spec.sweep.rungs, min(processes, len(pending)))
+    # The first that failed permanently.
+    failed = next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
     if failed is not None:
-        with _recording_failure(job_dir, "train", failed):
+        with _recording_failure(job_dir, spec_digest, "train", failed):
             raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
     return store
 
 
 def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
-    """Train one candidate."""
-    with _recording_failure(job_dir, "train", candidate):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "train", candidate) as job:
         spec = stage_specs.train_spec(job, Path(job_dir), candidate)
         if TRAINJOB_VARIABLE in os.environ:
             return _run_trainjob(job_dir, spec, spec_digest)
@@ -112,12 +112,13 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
     directory = stage_dir(Path(job_dir), "train", spec.candidate)
     work = WorkArea.of(Path(job_dir))
     work.download_manifest(directory)
-    if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
+    if not _is_finished(spec, directory):
         client = trainjob.TrainJobClient.in_cluster()
         arguments = ["train", "--job-dir", job_dir, "--spec-digest", spec_digest, "--key", spec.candidate]
         name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
-        result = client.run(trainjob.render(trainjob.request_from_environment(), name, client.namespace, arguments,
-                                            os.environ.get(trainjob.RUN_VARIABLE, "")))
+        request = trainjob.TrainJobRequest.model_validate_json(os.environ[TRAINJOB_VARIABLE])
+        result = client.run(trainjob.render(request, name, client.namespace, arguments,
+                                            os.environ[trainjob.RUN_VARIABLE]))
         work.begin()
         first = read_failure(Path(job_dir))
         if first is not None:
@@ -132,18 +133,16 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
     """Names of the exported drafters of all candidates, and of the rivals."""
-    with _recording_failure(job_dir, "train"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "train") as job:
         return [checkpoint.name for checkpoint in stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
-    """Measure one checkpoint."""
-    with _recording_failure(job_dir, "benchmark", checkpoint):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "benchmark", checkpoint) as job:
         reports = train_reports(job_dir, job)
         ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
-        if shares := shares_here():
+        # Set by the runner of one machine, not on a cluster, nor in a child that has one of the shares.
+        if shares := tuple(tuple(share.split(",")) for share in os.environ.get(SHARES, "").split(";") if share):
             _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
         return _run(job_dir, _benchmark_spec(job_dir, job, reports, ref), checkpoint)
 
@@ -159,8 +158,8 @@ def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: 
     """Measure all checkpoints that have no manifest yet, on several GPUs at once. Raises StageFailed after a failure,
     which is recorded."""
     root = Path(job_dir)
-    missing = [one.name for one in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
-        _benchmark_spec(job_dir, job, reports, one), stage_dir(root, "benchmark", one.name))]
+    missing = [ref.name for ref in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
+        _benchmark_spec(job_dir, job, reports, ref), stage_dir(root, "benchmark", ref.name))]
     if len(missing) > 1:
         measure_on_shares(job_dir, spec_digest, missing, shares)
     if (failed := read_failure(root)) is not None:
@@ -169,57 +168,49 @@ def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: 
 
 def select(job_dir: str, benchmarked: list[str]) -> str:
     """Select the checkpoint with the best average over suites; a rival only with `promotion.rivals: promote`."""
-    with _recording_failure(job_dir, "benchmark"):
-        rivals = load_job(job_dir).spec.promotion.rivals == "promote"
+    with _recording_failure(job_dir, None, "benchmark") as job:
+        rivals = job.spec.promotion.rivals == "promote"
         return select_for_proof([stage_report(job_dir, ref, BenchmarkReport) for ref in benchmarked],
                                 rivals=rivals).checkpoint
 
 
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Tune the draft tree of the selected checkpoint; with `promotion.must_beat: rivals` that of the best rival too."""
-    with _recording_failure(job_dir, "tune"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "tune") as job:
         trained = train_reports(job_dir, job)
-        benchmarks = [stage_report(job_dir, stage_specs.reference("benchmark", one.name), BenchmarkReport)
-                      for one in stage_specs.benchmarked(job.resolved, trained)]
         return _run(job_dir, stage_specs.tune_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint),
-            stage_specs.rival_to_beat(job.resolved, trained, benchmarks, checkpoint)))
+            stage_specs.rival_to_beat(job.resolved, trained, benchmark_reports(job_dir, job, trained), checkpoint)))
 
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
-    with _recording_failure(job_dir, "prove"):
-        job = load_job(job_dir, spec_digest)
+    with _recording_failure(job_dir, spec_digest, "prove") as job:
         trained, rival = train_reports(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
         spec = stage_specs.prove_spec(
             job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint), tuned,
             None if rival is None else stage_specs.find_checkpoint(job.resolved, trained, rival.checkpoint))
-        _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
+        # The incumbent is the only input of a stage that is not part of the job: by the time of a retry the endpoint
+        # may serve another drafter, and a finished comparison is void.
+        directory, work = stage_dir(Path(job_dir), "prove"), WorkArea.of(Path(job_dir))
+        work.download_manifest(directory)
+        if (directory / MANIFEST).exists() and not _is_finished(spec, directory):
+            shutil.rmtree(directory)
+            work.remove(directory)
         return _run(job_dir, spec)
 
 
 def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> str:
     """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
-    with _recording_failure(job_dir, "hardware", profile):
-        job = load_job(job_dir, spec_digest)
-        found = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
-        return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), found, profile), profile)
-
-
-def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
-    """Remove a finished prove stage that was run from another spec. The incumbent is the only input of a stage that is
-    not part of the job: by the time of a retry the endpoint may serve another drafter, and the comparison is void."""
-    work = WorkArea.of(directory.parent.parent)
-    work.download_manifest(directory)
-    if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
-        shutil.rmtree(directory)
-        work.remove(directory)
+    with _recording_failure(job_dir, spec_digest, "hardware", profile) as job:
+        ref = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
+        return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), ref, profile), profile)
 
 
 @contextlib.contextmanager
-def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
-    """Write the first failure of a run to `run/failure.json`; raise StageFailed at once when the file exists."""
+def _recording_failure(job_dir: str, spec_digest: str | None, stage: StageName, key: str = "") -> Iterator[JobFile]:
+    """Yield the job, and write the first failure of a run to `run/failure.json`; raise StageFailed at once when the
+    file exists."""
     root = Path(job_dir)
     work = WorkArea.of(root)
     work.begin()
@@ -228,11 +219,13 @@ def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterato
         raise StageFailed(f"the run has already failed in stage {first.stage} {first.key}".rstrip(),
                           "nothing to do here: correct that stage and retry the job")
     try:
-        yield
+        yield load_job(job_dir, spec_digest)
     except Transient:  # the store is unavailable: the runner restarts the task
         raise
     except EyrieError as error:
-        failure = failure_of(error, stage_dir(root, stage, key))
+        reported = read_stage_failure(stage_dir(root, stage, key)) if isinstance(error, StageFailed) else None
+        failure = reported or Failure(reason=error.reason, message=error.message, hint=error.hint,
+                                      exit_code=error.exit_code, time=datetime.now(UTC))
         if read_failure(root) is None:  # race: a stage on another node may have recorded its failure first; keep that
             write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
             work.upload(root / RUN_DIR / FAILURE_FILE)
@@ -259,6 +252,12 @@ def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
             for candidate in job.resolved.candidates]
 
 
+def benchmark_reports(job_dir: str, job: JobFile, trained: Sequence[TrainReport]) -> list[BenchmarkReport]:
+    """Reports of every checkpoint and rival that was benchmarked."""
+    return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport)
+            for ref in stage_specs.benchmarked(job.resolved, trained)]
+
+
 def stage_manifest(job_dir: str, ref: str) -> Manifest:
     """The manifest of a finished stage, by its reference. Raises ArtifactMissing or ArtifactCorrupt."""
     WorkArea.of(Path(job_dir)).download_manifest(Path(job_dir) / ref)
@@ -278,25 +277,6 @@ def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> st
         if needed:
             run_stage_program(spec, directory, processes)
     return stage_specs.reference(spec.stage, key)
-
-
-def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float],
-                    processes: int) -> str | None:
-    """Train the candidates that are not trained yet; returns the first that failed permanently, if one did."""
-    root = Path(job_dir)
-    work = WorkArea.of(root)
-    pending: dict[str, Path] = {}
-    with contextlib.ExitStack() as stages:
-        for name, spec in specs.items():
-            directory = stage_dir(root, "train", name)
-            needed = stages.enter_context(work.stage(spec, directory, concurrent=len(specs)))
-            if needed and not _is_finished(spec, directory):
-                pending[name] = directory
-                directory.mkdir(parents=True, exist_ok=True)
-                write_model(directory / "spec.json", spec)
-        if pending:
-            run_sweep_program(list(pending.values()), rungs, min(processes, len(pending)))
-    return next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
 
 
 def _is_finished(spec: StageSpec, directory: Path) -> bool:

@@ -34,7 +34,7 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
 from eyrie_api.errors import Permanent, Transient
 from eyrie_pipelines.runner import RUN_LABEL, STAGE_LABEL
-from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE, TRAINJOB_VARIABLE
+from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import MODEL_CACHE_VARIABLE
 
@@ -82,15 +82,8 @@ class TrainJobRequest(Frozen):
 
 
 class TrainJobResult(Frozen):
-    """How a TrainJob ended."""
-
     state: Literal["complete", "failed"]
     message: str = ""
-
-
-def request_from_environment() -> TrainJobRequest:
-    """The request in EYRIE_TRAINJOB."""
-    return TrainJobRequest.model_validate_json(os.environ[TRAINJOB_VARIABLE])
 
 
 def name_of(job_id: str, candidate: str, spec_digest: str) -> str:
@@ -100,25 +93,21 @@ def name_of(job_id: str, candidate: str, spec_digest: str) -> str:
     return f"eyrie-{words}-{digest}"
 
 
-def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[str],
-           run_id: str = "") -> dict[str, Any]:
-    """The TrainJob. Pure.
-
-    run_id   of the Kubeflow run; empty in a run that an earlier version started
-    """
+def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[str], run_id: str) -> dict[str, Any]:
+    """The TrainJob; `run_id` is that of the Kubeflow run. Pure."""
     placed = request.placement
     processes = max(1, placed.num_gpus)
     values = pod_variables(placed, request.home, request.sync_s) | {PROCESSES_VARIABLE: str(processes)}
     if request.model_cache is not None:
         values[MODEL_CACHE_VARIABLE] = MODEL_CACHE_DIR
     variables: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in values.items()]
-    variables += [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
-                  for one in placed.secret_variables]
+    variables += [{"name": secret.variable, "valueFrom": {"secretKeyRef": {"name": secret.secret, "key": secret.key}}}
+                  for secret in placed.secret_variables]
     amounts = {side: dict(getattr(placed, side)) for side in ("requests", "limits")}
     if placed.num_gpus:
         amounts["limits"][placed.gpu_resource] = str(placed.num_gpus)
     # The labels by which the operator finds pods that no node has room for.
-    labels = {"metadata": {"labels": {RUN_LABEL: run_id, STAGE_LABEL: "train"}}} if run_id else {}
+    labels = {"metadata": {"labels": {RUN_LABEL: run_id, STAGE_LABEL: "train"}}}
     return {
         "apiVersion": API_VERSION, "kind": "TrainJob",
         "metadata": {"name": name, "namespace": namespace,
@@ -160,14 +149,14 @@ def _pod(request: TrainJobRequest) -> dict[str, Any]:
             "persistentVolumeClaim": {"claimName": cache.claim, "readOnly": True}}, MODEL_CACHE_DIR, readOnly=True)
     if placed.shared_memory is not None:
         mount("shared-memory", {"emptyDir": {"medium": "Memory", "sizeLimit": placed.shared_memory}}, "/dev/shm")
-    for number, one in enumerate(placed.host_paths):
-        mount(f"host-{number}", {"hostPath": {"path": one.path}}, one.mount_path, readOnly=one.read_only)
+    for number, host in enumerate(placed.host_paths):
+        mount(f"host-{number}", {"hostPath": {"path": host.path}}, host.mount_path, readOnly=host.read_only)
     chosen = dict(placed.node_selector)
     if placed.gpu_type is not None:
         chosen[placed.gpu_type_label] = placed.gpu_type
     pod: dict[str, Any] = {
         "serviceAccountName": placed.service_account, "nodeSelector": chosen,
-        "tolerations": [one.model_dump(mode="json", exclude_none=True) for one in placed.tolerations],
+        "tolerations": [toleration.model_dump(mode="json", exclude_none=True) for toleration in placed.tolerations],
         "imagePullSecrets": [{"name": name} for name in placed.image_pull_secrets], "volumes": volumes,
         "containers": [{"name": _NODE, "volumeMounts": mounts}] if mounts else []}
     return {key: value for key, value in pod.items() if value}
@@ -227,8 +216,7 @@ class TrainJobClient:
             termination.restore()
 
     def _read_with_retries(self, name: str, termination: "_Termination", poll_s: float) -> dict[str, Any] | None:
-        """`read`, retried while the API server is unavailable: a restart of seconds must not fail a training of
-        days."""
+        """`read`, retried while the API server is unavailable: its restart takes seconds, and a training run days."""
         deadline = time.monotonic() + _READ_RETRY_S
         while True:
             try:
@@ -300,5 +288,4 @@ class _Termination:
             raise SystemExit(143)
 
     def restore(self) -> None:
-        """Restore the previous signal handler."""
         signal.signal(signal.SIGTERM, self._previous)

@@ -81,7 +81,7 @@ class WorkArea:
 
     def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
                  uploads: bool = True, ranged: bool = False) -> None:
-        """`uploads` is false on every node of a training but the first: those only download.
+        """`uploads` is false on every node of a training run but the first: those only download.
         `ranged`: hidden states are not copied; capture and training get the URL of the store."""
         self._job_dir, self._store, self._sync_s, self._uploads, self._ranged = job_dir, store, sync_s, uploads, ranged
         self._home = job_dir.parent.parent
@@ -116,7 +116,6 @@ class WorkArea:
             while_unavailable(lambda: store.write(self._key(path), path.read_bytes()))
 
     def remove(self, directory: Path) -> None:
-        """Remove a stage's directory from the store."""
         if self._store is not None:
             self._store.delete_all(self._key(directory))
 
@@ -131,7 +130,9 @@ class WorkArea:
         if self._store is None:
             yield True
             return
-        damaged = self._damage_markers(directory) if isinstance(spec, CaptureStage) else []
+        # Keys of the markers next to damaged files.
+        damaged = [item.key for item in self._store.list(self._key(directory)) if item.key.endswith(DAMAGED_SUFFIX)
+                   ] if isinstance(spec, CaptureStage) else []
         # Without its manifest the stage counts as unfinished, and rebuilds only the damaged files.
         if damaged and self._uploads:
             self._store.delete(self._key(directory / MANIFEST))
@@ -186,11 +187,6 @@ class WorkArea:
         if self._ranged:
             self._store.delete(self._key(directory / SELECTION_FILE))
 
-    def _damage_markers(self, directory: Path) -> list[str]:
-        """Keys of the markers next to damaged files of a stage's directory."""
-        assert self._store is not None
-        return [item.key for item in self._store.list(self._key(directory)) if item.key.endswith(DAMAGED_SUFFIX)]
-
     def _download_states(self, directory: Path) -> None:
         """Download the feature store and verify each file's digest; with `ranged`, write its URL instead (the reader
         then verifies each block, and marks damaged files itself). A file whose digest differs gets a marker next to it,
@@ -205,7 +201,11 @@ class WorkArea:
             name = self._key(directory / MANIFEST)
             for entry in parse_manifest(self._store.read(name), name).files:
                 path = directory / entry.path
-                if not path.is_file() and self._differs(path, entry.sha256) and self._uploads:
+                if path.is_file() or not self._uploads:
+                    continue
+                try:
+                    self._store.download(self._key(path), path, sha256=entry.sha256)
+                except (ArtifactCorrupt, ArtifactMissing):
                     marker = self._key(path.with_suffix(DAMAGED_SUFFIX))
                     self._store.write(marker, b"its bytes in the artifact store differ from their digest")
             raise ArtifactCorrupt(error.message, "retry the job: capture rebuilds the damaged files") from error
@@ -218,20 +218,18 @@ class WorkArea:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / STORE_ADDRESS_FILE).write_text(f"{self.address(directory)}\n")
 
-    def _differs(self, path: Path, digest: str) -> bool:
-        assert self._store is not None
-        try:
-            self._store.download(self._key(path), path, sha256=digest)
-        except (ArtifactCorrupt, ArtifactMissing):
-            return True
-        return False
-
     def _download_inputs(self, spec: StageSpec) -> None:
         """Download exactly what the stage reads of earlier stages."""
         assert self._store is not None
         if isinstance(spec, RegenerateStage):
-            for directory in spec.reuse:
-                self._download_answers(Path(directory))
+            # Of earlier jobs, or as much as there is: the stage leaves out what is not whole.
+            for directory in map(Path, spec.reuse):
+                with suppress(ArtifactMissing, ArtifactCorrupt):
+                    self._download_file(directory / "rows.meta.json")
+                    if self._ranged:
+                        self._write_address(directory)
+                    else:
+                        self._download_file(directory / ROWS_FILE)
         elif isinstance(spec, CaptureStage):
             rows = Path(spec.rows_dir)
             download_dir(self._store, self._key(rows), rows, leave_out=(ROWS_FILE,) if self._ranged else ())
@@ -239,8 +237,8 @@ class WorkArea:
                 self._write_address(rows)
             for head in spec.init_from:
                 self._download_drafter(Path(head.path))
-            for directory in spec.reuse:  # read by ranges, whatever this job does with its own
-                self._write_address(Path(directory))
+            for directory in map(Path, spec.reuse):  # read by ranges, whatever this job does with its own
+                self._write_address(directory)
         elif isinstance(spec, TrainStage):
             if Path(spec.store_dir) not in self._downloaded:  # large, and the same for all candidates: verify it once
                 self._download_states(Path(spec.store_dir))
@@ -274,15 +272,6 @@ class WorkArea:
             assert self._store is not None
             stage, part = split_drafter(directory.relative_to(self._home))
             fetch_part(self._store, stage, part, directory)
-
-    def _download_answers(self, directory: Path) -> None:
-        """Download the answers of an earlier job, or as much as there is: the stage leaves out what is not whole."""
-        with suppress(ArtifactMissing, ArtifactCorrupt):
-            self._download_file(directory / "rows.meta.json")
-            if self._ranged:
-                self._write_address(directory)
-            else:
-                self._download_file(directory / ROWS_FILE)
 
     def _download_file(self, path: Path) -> None:
         assert self._store is not None

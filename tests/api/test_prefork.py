@@ -10,9 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import make_url
 
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length, queue_lengths
 from eyrie_api.chores.worker import Ticker, run_worker
+from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.contract.placement import Placement, S3Work
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
@@ -20,13 +23,17 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
+from eyrie_pipelines.processes import group_members
+from tests.api.artifacts.conftest import make_bucket
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S
 from tests.servers import postgres
+from tests.servers.cutting import relaying
 from tests.servers.fixtures import or_skip
 from tests.servers.processes import kept, private_dir
 from tests.servers.redis import Redis
+from tests.servers.s3 import S3Server
 from tests.waiting import wait_for
 
 DATABASES = ("postgresql",)
@@ -227,3 +234,44 @@ def test_the_worker_command_takes_chores(settings: Settings, database: Database,
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_children_of_a_worker_use_no_connection_of_their_parent(
+        settings: Settings, database: Database, rclone_s3: S3Server, tmp_path: Path) -> None:
+    """The parent checks the work area and migrates the database before it forks. Two children that sent requests over
+    one of its connections would read each other's answers."""
+    bucket, queue = make_bucket(rclone_s3, tmp_path), chore_queue(settings)
+    url = make_url(settings.resolved_database_url)
+    assert url.port is not None
+    with relaying(int(rclone_s3.endpoint_url.rpartition(":")[2])) as store, relaying(url.port) as rows:
+        home, profile = settings.home.absolute(), tmp_path / "profile.json"
+        profile.write_text(ClusterProfile(
+            kubeflow=KubeflowSpec(url="http://127.0.0.1:9"), home=str(home),
+            stages=Placement(image="eyrie/workers:1", work=S3Work(
+                url=f"s3://{bucket.name}/eyrie", endpoint_url=f"http://127.0.0.1:{store.port}"))).model_dump_json())
+        env = {**os.environ, "EYRIE_HOME": str(home), "EYRIE_BROKER_URL": settings.broker_url,
+               "EYRIE_DATABASE_URL": url.set(port=rows.port, host="127.0.0.1").render_as_string(hide_password=False),
+               "EYRIE_CLUSTER_PROFILE": str(profile), "EYRIE_ARTIFACTS_CREDENTIALS_DIR": str(bucket.secret),
+               "EYRIE_CHORE_QUEUE": queue}  # its default depends on the address of the database
+        worker = subprocess.Popen(
+            kept([sys.executable, "-m", "eyrie_operator.command", "worker", "--concurrency", "2"]),
+            env=env, cwd=tmp_path, start_new_session=True)
+        try:
+            wait_for(lambda: len(group_members(worker.pid)) == 4, "its keeper, the worker, and two children run")
+            of_parent = {relay.port: dict(relay.asked) for relay in (store, rows)}
+            assert all(of_parent.values()), "the parent has used both"
+            app = make_celery(settings, print, database=database)
+            for _ in range(8):
+                app.send_task("eyrie.retention")
+            wait_for(lambda: queue_length(app, queue) == 0, "the queue is empty")
+            worker.terminate()
+            with suppress(subprocess.TimeoutExpired):  # a child may wait for an answer that the other one has read
+                worker.wait(LONG_S)
+            for relay in (store, rows):
+                before = of_parent[relay.port]
+                assert {connection: relay.asked[connection] for connection in before} == before
+                assert len(relay.asked) > len(before), "the children have their own"
+            assert worker.poll() == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)

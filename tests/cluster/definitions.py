@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from eyrie_api.errors import NotFound
-from eyrie_operator.cluster.client import Cluster, ClusterConflict
+from eyrie_operator.cluster.client import Cluster, ClusterConflict, path_of
 from tests.cluster.patience import eventually
 
 CRDS = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"
@@ -30,7 +30,7 @@ def define(admin: Cluster, definition: dict[str, Any]) -> None:
         admin.create(definition)
     except ClusterConflict:
         definition["metadata"]["resourceVersion"] = read()["metadata"]["resourceVersion"]
-        admin.replace(definition)
+        admin._request("PUT", kind, path_of(api_version, kind, None, name), definition, "application/json")
 
     def established() -> bool:
         conditions = read().get("status", {}).get("conditions") or []  # null where it has just been made

@@ -31,6 +31,7 @@ from eyrie_api.settings import Settings
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.observation import changes
+from eyrie_operator.jobs.reconcile import ObservedJob, StartRun
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, identify, wait_until
@@ -219,10 +220,10 @@ def test_a_run_that_another_driver_started_meanwhile_is_followed_and_not_started
     class SlowDriver(Driver):
         """One that is stopped between its plan and its action, longer than its lease."""
 
-        def _start_lock(self) -> contextlib.AbstractContextManager[None]:
+        def _start(self, action: StartRun, job: Job, seen: ObservedJob) -> None:
             planned.set()
             assert started.wait(LIMIT_S)
-            return super()._start_lock()
+            super()._start(action, job, seen)
 
     late = SlowDriver(harness.settings, harness.database, LocalRunner(harness.settings.home))
     thread = threading.Thread(target=late.advance, args=(job_id,))

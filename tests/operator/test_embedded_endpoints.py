@@ -36,7 +36,6 @@ from eyrie_operator.embedded.processes import (
     endpoint_dir,
     list_engines,
     read_counters,
-    read_record,
     resolve_target,
     stop_endpoints,
 )
@@ -46,6 +45,7 @@ from eyrie_operator.endpoints.plan import MIN_ROUNDS
 from eyrie_operator.endpoints.records import retraining_job
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
+from eyrie_pipelines.run_records import read_record
 from tests.api.samples import benchmark_report, finish_stage
 from tests.workers.engines.conftest import drafter, target
 

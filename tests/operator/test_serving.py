@@ -20,15 +20,13 @@ from eyrie_operator.endpoints.plan import (
     AnnounceGap,
     CanaryStep,
     CloseWindow,
-    DeleteEngine,
-    KillEngine,
+    EndEngine,
     ObservedCanary,
     ObservedEndpoint,
     ObservedEngine,
     ProposeNoDrafter,
     Reject,
     ReportDrift,
-    RetireEngine,
     RollBack,
     Route,
     ServePolicy,
@@ -96,13 +94,13 @@ def test_a_window_with_answers_past_their_end_is_closed_without_a_judgement() ->
 def test_where_two_engines_do_not_fit_the_old_one_is_stopped_first_and_the_gap_announced() -> None:
     wanted, why = endpoint(1, 2), "another engine needs 9.0 GiB"
     found = plan(wanted, engine(1), routed=1, no_room=why)
-    assert kinds(found) == [AnnounceGap, RetireEngine]
+    assert kinds(found) == [AnnounceGap, EndEngine]
     assert why in found.actions[0].message
     stopping = engine(1, retiring_since=NOW)
     waiting = plan(wanted, stopping, routed=1, no_room=why)
     assert (waiting.actions, waiting.serving) == ((), "True")
     late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
-    assert plan(wanted, stopping, routed=1, no_room=why, now=late).actions == (KillEngine(1),)
+    assert plan(wanted, stopping, routed=1, no_room=why, now=late).actions == (EndEngine("kill", 1),)
     # The memory is free now, and it is the candidate's.
     stopped = engine(1, "dead", retiring_since=NOW)
     assert plan(wanted, stopped, routed=1).actions == (StartEngine(2, 1, alone=True),)
@@ -117,7 +115,7 @@ def test_a_candidate_that_fails_in_the_gap_gives_its_memory_back_before_the_old_
     rejected = plan(endpoint(1, 2), stopped, failed, routed=1)
     assert isinstance(rejected.actions[0], Reject)
     timed_out = engine(2, "starting", alone=True)
-    assert plan(endpoint(1), stopped, timed_out, routed=1).actions == (RetireEngine(2),)
+    assert plan(endpoint(1), stopped, timed_out, routed=1).actions == (EndEngine("retire", 2),)
     restarted = plan(endpoint(1), stopped, failed, routed=1, now=NOW + timedelta(minutes=1))
     assert StartEngine(1, 2) in restarted.actions
 
@@ -136,7 +134,7 @@ def test_a_revision_that_is_still_being_stopped_is_started_again_and_gets_no_req
     wanted, stopping = endpoint(1, 2, state="retired"), engine(2, retiring_since=NOW)
     assert plan(wanted, engine(1), stopping, routed=1).actions == ()
     late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
-    assert plan(wanted, engine(1), stopping, routed=1, now=late).actions == (KillEngine(2),)
+    assert plan(wanted, engine(1), stopping, routed=1, now=late).actions == (EndEngine("kill", 2),)
     ended = engine(2, "dead", retiring_since=NOW)
     assert plan(wanted, engine(1), ended, routed=1).actions == (StartEngine(2, 1),)
 
@@ -159,7 +157,7 @@ def test_the_route_moves_only_when_the_candidate_is_healthy_and_the_old_engine_s
     moved = plan(endpoint(1, 2), engine(1), engine(2), routed=1)
     assert moved.actions == (Route(2), Activate(2))
     after = plan(endpoint(2), engine(1), engine(2), routed=2)
-    assert after.actions == (RetireEngine(1),)
+    assert after.actions == (EndEngine("retire", 1),)
 
 
 def test_a_crash_between_route_and_activation_does_not_send_the_route_back() -> None:
@@ -171,7 +169,7 @@ def test_a_candidate_that_dies_or_is_late_is_rejected_and_the_old_engine_keeps_t
     assert isinstance(died.actions[0], Reject)
     assert "no such file" in died.actions[0].message
     late = plan(endpoint(1, 2), engine(1), engine(2, "starting"), routed=1, now=NOW + timedelta(seconds=61))
-    assert [type(one) for one in late.actions] == [Reject, RetireEngine]
+    assert [type(one) for one in late.actions] == [Reject, EndEngine]
     assert late.serving == "True"
 
 
@@ -279,13 +277,13 @@ def test_a_retired_engine_is_killed_only_after_its_grace_and_forgotten_when_dead
     retired = engine(1, retiring_since=NOW)
     assert plan(endpoint(2), engine(2), retired, routed=2).actions == ()
     late = NOW + timedelta(seconds=AT_ONCE.drain_s + KILL_MARGIN_S + 1)
-    assert plan(endpoint(2), engine(2), retired, routed=2, now=late).actions == (KillEngine(1),)
-    assert plan(endpoint(2), engine(2), engine(1, "dead"), routed=2).actions == (DeleteEngine(1),)
+    assert plan(endpoint(2), engine(2), retired, routed=2, now=late).actions == (EndEngine("kill", 1),)
+    assert plan(endpoint(2), engine(2), engine(1, "dead"), routed=2).actions == (EndEngine("delete", 1),)
 
 
 def test_off_closes_the_port_and_ends_every_engine() -> None:
     off = plan(endpoint(2, desired="off"), engine(2), routed=2)
-    assert off.actions == (StopGateway(), RetireEngine(2))
+    assert off.actions == (StopGateway(), EndEngine("retire", 2))
     assert (off.serving, off.reason) == ("False", "Off")
 
 
@@ -316,12 +314,13 @@ def test_two_failed_requests_on_trial_send_everything_back_and_one_is_no_evidenc
     planned = plan(wanted, engine(1), engine(2), **on_trial(answered=3, errors=2))
     assert planned.actions == (
         Reject(2, "CanaryFailed", "2 of its 5 requests failed while it had 20% of them", CanaryStep(3, 2)), Route(1),
-        RetireEngine(2))
+        EndEngine("retire", 2))
 
 
 def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again() -> None:
     planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2, "dead", message="killed"), **on_trial())
-    assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1), DeleteEngine(2))
+    assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1),
+                               EndEngine("delete", 2))
 
 
 def test_a_step_of_a_canary_ends_with_its_acceptance_and_the_interval_that_is_judged_by() -> None:
@@ -353,7 +352,7 @@ def test_requests_of_the_target_without_a_drafter_are_counted_in_windows_that_ar
 def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:
     poor = engine(2, window_rounds=float(CANARY_ROUNDS), window_tokens=1.1 * CANARY_ROUNDS)
     planned = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5))
-    assert kinds(planned) == [Reject, Route, RetireEngine]
+    assert kinds(planned) == [Reject, Route, EndEngine]
     assert (planned.actions[0].reason, "1.10" in planned.actions[0].message) == ("AcceptanceCollapsed", True)
     uncertain = replace(poor, window_tokens=1.3 * CANARY_ROUNDS)
     assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), uncertain, **on_trial(answered=5))) == [ShareRoute]
@@ -378,9 +377,9 @@ def test_without_a_healthy_engine_to_spare_users_the_new_one_is_not_tried_but_us
 
 def test_a_trial_nobody_wants_any_more_gives_its_share_back() -> None:
     """Somebody rolled back, or proposed another revision, while it ran."""
-    assert plan(endpoint(1), engine(1), engine(2), **on_trial()).actions == (Route(1), RetireEngine(2))
+    assert plan(endpoint(1), engine(1), engine(2), **on_trial()).actions == (Route(1), EndEngine("retire", 2))
     proposed = plan(endpoint(1, 3, num=3), engine(1), engine(2), **on_trial())
-    assert proposed.actions == (StartEngine(3, 1), Route(1), RetireEngine(2))
+    assert proposed.actions == (StartEngine(3, 1), Route(1), EndEngine("retire", 2))
 
 
 DRIFTING = ServePolicy(drift=DriftSpec(ratio=0.85, windows=3))
@@ -445,11 +444,11 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
             elif isinstance(action, ShareRoute):
                 assert {engines[one].state for one in (action.revision, action.serving)} == {"healthy"}
                 routed, canary = action.serving, ObservedCanary(action.revision, action.share, now)
-            elif isinstance(action, RetireEngine):
+            elif isinstance(action, EndEngine) and action.how == "retire":
                 assert action.revision != routed
                 assert canary is None or action.revision != canary.revision
                 engines[action.revision] = replace(engines[action.revision], retiring_since=now)
-            elif isinstance(action, DeleteEngine):
+            elif isinstance(action, EndEngine) and action.how == "delete":
                 del engines[action.revision]
             elif isinstance(action, Activate):
                 wanted = wanted.model_copy(update={"active_revision": action.revision, "candidate_revision": None})

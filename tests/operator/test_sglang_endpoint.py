@@ -39,13 +39,13 @@ from eyrie_operator.embedded.processes import (
     adopt_engines,
     endpoint_dir,
     marked_sessions,
-    read_record,
     running_leaders,
     spawn,
     stop_endpoints,
     stop_marked,
 )
 from eyrie_pipelines.processes import group_members, is_alive, wait_until
+from eyrie_pipelines.run_records import read_record
 from tests.api.samples import target_directory
 
 LIMIT_S = 180.0

@@ -27,7 +27,7 @@ from eyrie_pipelines import local, tasks
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
 from eyrie_pipelines.run_records import Attempts, StageFailed, read_failure, read_stage_failure
 from eyrie_pipelines.runner import JOB_FILE, JobFile
-from eyrie_pipelines.several_gpus import gpu_shares, written
+from eyrie_pipelines.several_gpus import gpu_shares
 from eyrie_pipelines.tasks import load_job
 from eyrie_workers.catalog import CATALOG
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of, sweeping_spec
@@ -146,7 +146,8 @@ def test_the_failure_of_a_checkpoint_on_a_share_of_the_gpus_is_the_runs(
 ])
 def test_the_gpus_of_a_machine_are_divided_by_what_one_measurement_uses(
         gpus: str, engine: EngineSpec, shares: str) -> None:
-    assert written(gpu_shares(gpus_of({"CUDA_VISIBLE_DEVICES": gpus}), engine)) == shares
+    divided = gpu_shares(gpus_of({"CUDA_VISIBLE_DEVICES": gpus}), engine)
+    assert ";".join(",".join(share) for share in divided) == shares
 
 
 def test_gpus_are_counted_without_a_variable_and_none_are_used_when_told_so(tmp_path: Path) -> None:

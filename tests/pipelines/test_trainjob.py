@@ -36,7 +36,7 @@ def request(placement: Placement = EVERYTHING, nodes: int = 4) -> TrainJobReques
 
 
 def test_a_trainjob_sets_number_of_nodes_command_resources_and_environment() -> None:
-    job = render(request(), "eyrie-j", "team", ARGUMENTS)
+    job = render(request(), "eyrie-j", "team", ARGUMENTS, "run-7")
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["metadata"] == {"name": "eyrie-j", "namespace": "team", "labels": {"kueue.x-k8s.io/queue-name": "gpus"}}
     spec = job["spec"]
@@ -52,7 +52,7 @@ def test_a_trainjob_sets_number_of_nodes_command_resources_and_environment() -> 
 
 
 def test_pods_are_changed_by_one_runtime_patch_with_the_fields_that_patches_may_set() -> None:
-    patches = render(request(), "eyrie-j", "team", ARGUMENTS)["spec"]["runtimePatches"]
+    patches = render(request(), "eyrie-j", "team", ARGUMENTS, "run-7")["spec"]["runtimePatches"]
     assert [one["manager"] for one in patches] == ["eyrie.dev/pipelines"]
     replicated = patches[0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert [one["name"] for one in replicated] == ["node"]
@@ -68,7 +68,7 @@ def test_pods_are_changed_by_one_runtime_patch_with_the_fields_that_patches_may_
 
 def test_a_shared_volume_is_mounted_and_nothing_is_copied() -> None:
     placed = Placement(image="i", work=VolumeWork(claim="shared", sub_path="eyrie"))
-    spec = render(request(placed), "eyrie-j", "team", ARGUMENTS)["spec"]
+    spec = render(request(placed), "eyrie-j", "team", ARGUMENTS, "run-7")["spec"]
     pod = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"][
         "template"]["spec"]
     assert pod["volumes"] == [{"name": "work", "persistentVolumeClaim": {"claimName": "shared"}}]
@@ -132,7 +132,7 @@ def test_torchrun_has_a_process_for_each_gpu_and_finds_its_peers_in_the_environm
         gpus: int, processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = Path("/var/lib/eyrie/jobs/j/stages/train/base")
     placed = EVERYTHING.model_copy(update={"num_gpus": gpus, "gpu_type": None})
-    trainer = render(request(placed), "eyrie-j", "team", ARGUMENTS)["spec"]["trainer"]
+    trainer = render(request(placed), "eyrie-j", "team", ARGUMENTS, "run-7")["spec"]["trainer"]
     assert trainer["numProcPerNode"] == int(processes)
     values = {each["name"]: each.get("value") for each in trainer["env"]}
     monkeypatch.setenv(PROCESSES_VARIABLE, str(values[PROCESSES_VARIABLE]))
@@ -158,7 +158,7 @@ def test_only_the_first_of_several_nodes_uploads_to_the_store(
 
 def test_secrets_appear_by_name_and_not_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "known-to-the-box-alone")
-    assert "known-to-the-box-alone" not in str(render(request(), "eyrie-j", "team", ARGUMENTS))
+    assert "known-to-the-box-alone" not in str(render(request(), "eyrie-j", "team", ARGUMENTS, "run-7"))
 
 
 @pytest.mark.parametrize(("word", "final"), [("die", False), ("permanent", True)])
@@ -199,7 +199,8 @@ def test_the_nodes_of_a_trainjob_read_the_model_cache() -> None:
     for volume, source in ((ModelCacheSpec(claim="models"), {"persistentVolumeClaim": {
             "claimName": "models", "readOnly": True}}), (ModelCacheSpec(node_path="/shared"), {
                 "hostPath": {"path": "/shared"}})):
-        spec = render(request().model_copy(update={"model_cache": volume}), "eyrie-j", "team", ARGUMENTS)["spec"]
+        cached = request().model_copy(update={"model_cache": volume})
+        spec = render(cached, "eyrie-j", "team", ARGUMENTS, "run-7")["spec"]
         assert {"name": "EYRIE_MODEL_CACHE", "value": MODEL_CACHE_DIR} in spec["trainer"]["env"]
         replicated = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
         pod = replicated[0]["template"]["spec"]["template"]["spec"]

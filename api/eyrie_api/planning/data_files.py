@@ -8,6 +8,7 @@ bytes and zstd by its first, since their rows need a library that the control pl
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from itertools import islice
@@ -61,10 +62,10 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
 
     answered   as `data.answered`: each row has to end with an answer
     """
-    if _is_directory(source.path) and saved_to_disk(Path(source.path).expanduser()):
+    if saved_to_disk(source.path):
         raise NoUsableData(f"data source {source.path!r} is a directory of save_to_disk", SAVED_TO_DISK_HINT)
     files = data_files(source.path)
-    if not files and _is_directory(source.path):
+    if not files and os.path.isdir(os.path.expanduser(source.path)):
         raise NoUsableData(f"data source {source.path!r} is a directory without data files",
                            f"put files there whose names end in {', '.join(SUFFIXES)}")
     if not files and is_pattern(source.path):
@@ -76,13 +77,6 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
         _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
 
 
-def _is_directory(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_dir()
-    except (OSError, RuntimeError):
-        return False
-
-
 def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
     try:
         with path.open("rb") as file:
@@ -92,7 +86,15 @@ def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
             end = file.read()
         _check_kind(name, path.suffix, size, start, end)
         if path.suffix not in (PARQUET, ZSTD):
-            _check_rows(name, layout, _first_rows(path), answered)
+            # A file none of whose sampled rows can be used is refused with the fault of the first.
+            rows = _first_rows(path)
+            if not rows:
+                raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
+            faults = [_fault(row, layout, answered) for row in rows]
+            if None not in faults:
+                raise NoUsableData(
+                    f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
+                    _HINTS.get(faults[0] or "", _ONE_PER_LINE))
     except OSError as error:
         raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
                            "make it readable for the server, or write it again") from None
@@ -136,17 +138,6 @@ def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> 
             raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
 
 
-def _check_rows(name: str, layout: str, rows: list[bytes], answered: bool) -> None:
-    """Refuse a file none of whose sampled rows can be used, with the fault of the first."""
-    if not rows:
-        raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
-    faults = [_fault(row, layout, answered) for row in rows]
-    if None in faults:
-        return
-    raise NoUsableData(f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
-                       _HINTS.get(faults[0] or "", _ONE_PER_LINE))
-
-
 def _fault(line: bytes, layout: str, answered: bool) -> str | None:
     """Why a line is no conversation, or has no answer where one is needed, as far as its outer structure shows."""
     if len(line) > MAX_ROW_BYTES:
@@ -173,13 +164,11 @@ def _fault(line: bytes, layout: str, answered: bool) -> str | None:
     turns = [turn if isinstance(turn, Mapping) else {} for turn in held]
     if not any(_role(turn) == "user" for turn in turns):
         return _NO_USER
-    return _NO_ANSWER if answered and not (_role(turns[-1]) == "assistant" and _says_something(turns[-1])) else None
+    last_answers = _role(turns[-1]) == "assistant" and any(turns[-1].get(key) for key in (
+        "content", "value", "tool_calls", "function_call", "function_calls"))
+    return _NO_ANSWER if answered and not last_answers else None
 
 
 def _role(turn: Mapping[str, Any]) -> str | None:
     name = str(turn.get("role", turn.get("from")))
     return "assistant" if name in CALL_TURNS else ROLES.get(name)
-
-
-def _says_something(turn: Mapping[str, Any]) -> bool:
-    return any(turn.get(key) for key in ("content", "value", "tool_calls", "function_call", "function_calls"))

@@ -73,11 +73,6 @@ class Facts:
         """Of the target; None where it is not here. Raises UnsupportedTarget."""
         return None if self.target is None else target_facts(self.target)
 
-    @property
-    def stored_dtype(self) -> str | None:
-        """Of the checkpoint's weights; None where it is not known."""
-        return stored_dtype(self.config)
-
     def engine_device(self, gpus: Mapping[StageKey, PlacedGpus], serving: PlacedGpus) -> Device:
         """The device of a job's engine, given the GPUs of its stages and its endpoint."""
         if self.profile is None:
@@ -96,25 +91,20 @@ def read_facts(spec: JobSpec, settings: Settings) -> Facts:
     InvalidInput or NoUsableData for a source, TargetNotFound and UnsupportedTarget."""
     profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
     for number, source in enumerate(spec.data.sources):
+        if source.path == QUICKSTART or is_remote(source.path) or (profile is not None and is_missing(source.path)):
+            continue  # stages run in pods, which may have files that this server has not
         try:
-            _check_source(source, spec.data.answered, profile is not None)
+            if local_path(source.path) is not None:
+                check_data_source(source, spec.data.answered)
+            elif not is_hub_id(source.path):
+                raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
+                                   "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
+                                   "'quickstart'")
         except InvalidInput as error:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     directory = target_dir(spec.target)
     return Facts(profile, local_device(), has_sglang(settings), directory,
                  {} if directory is None else read_config(directory), data_facts(spec.data))
-
-
-def _check_source(source: DataSource, answered: bool, elsewhere: bool) -> None:
-    """`elsewhere`: stages run in pods, which may have files that this server has not."""
-    if source.path == QUICKSTART or is_remote(source.path) or (elsewhere and is_missing(source.path)):
-        return
-    if local_path(source.path) is not None:
-        check_data_source(source, answered)
-    elif not is_hub_id(source.path):
-        raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
-                           "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
-                           "'quickstart'")
 
 
 def is_missing(path: str) -> bool:
@@ -166,10 +156,7 @@ def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | No
 
 def exists(path: str) -> bool:
     """Whether the path exists on this machine; False for an invalid path."""
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
+    return os.path.exists(os.path.expanduser(path))
 
 
 def local_path(path: str) -> Path | None:
@@ -212,8 +199,8 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
 def _absolute(path: str) -> str:
     if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
         return path
-    found = local_path(path)
-    return path if found is None else str(found)
+    local = local_path(path)
+    return path if local is None else str(local)
 
 
 @cache
@@ -248,10 +235,6 @@ def target_dir(target: JobTarget) -> Path | None:
     if not is_hub_id(target.model):
         raise TargetNotFound(f"target.model {target.model!r} is neither a directory here nor a Hub id",
                              "give a Hugging Face directory, a Hub id org/name, or 'quickstart'")
-    return _cached(target)
-
-
-def _cached(target: JobTarget) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
     revision = target.revision or "main"
@@ -308,14 +291,11 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
 def data_facts(data: DataSpec) -> DataFacts:
     """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
     samples = [_sample(source) for source in data.sources]
-    if any(sample.prompt_tokens is None for sample in samples):
-        return DataFacts()
     total = sum(sample.rows or 0 for sample in samples)
-    if not total:
+    if not total or any(sample.prompt_tokens is None for sample in samples):
         return DataFacts()
     prompt = sum((sample.prompt_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total
-    answers = [sample.answer_tokens for sample in samples]
-    known = all(one is not None for one in answers)
+    known = all(sample.answer_tokens is not None for sample in samples)
     answer = sum((sample.answer_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total if known else None
     return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
                      source=", ".join(dict.fromkeys(sample.source for sample in samples)),

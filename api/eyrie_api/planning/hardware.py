@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import GpuTooSmall
-from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
 from eyrie_api.planning.training_defaults import named_gb
 from eyrie_api.quantities import size
 
@@ -110,9 +110,10 @@ _LOADED_BYTES_PER_S = {"low": 0.5e9, "expected": 2e9, "high": 5e9}
 """Weights into a GPU's memory, from a network's disk to the page cache. Assumed."""
 
 
-def start_seconds(speed: Speed, *, is_server: bool, weight_bytes: int) -> float:
-    """Until a program, or a server of SGLang, that loads so many weights computes on a GPU."""
-    return (_SERVER_S if is_server else _PROGRAM_S)[speed] + weight_bytes / _LOADED_BYTES_PER_S[speed]
+def start_seconds(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
+    """Until a program of a stage, or its server of SGLang, has loaded the target and computes on a GPU."""
+    is_server = work.spec.engine.kind == "sglang" and stage not in ("capture", "train")
+    return (_SERVER_S if is_server else _PROGRAM_S)[speed] + work.weight_bytes / _LOADED_BYTES_PER_S[speed]
 
 
 def known_gpu(label: str | None) -> Gpu | None:
@@ -183,12 +184,13 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, serves
     serves    whether an endpoint loads it, on the GPUs of `serve.placement`
     memory    bytes of a GPU by its label; a job may name none
     """
-    found: dict[_Holder, list[str]] = {}
+    too_small: dict[_Holder, list[str]] = {}
     for place, holder in _holders(job, serves):
         device = memory(holder.gpu_type)
         if device is not None and weights > holder.num_gpus * device:
-            found.setdefault(holder, []).append(place)
-    return [_error(holder, places, facts, weights, memory(holder.gpu_type) or 0) for holder, places in found.items()]
+            too_small.setdefault(holder, []).append(place)
+    return [_error(holder, places, facts, weights, memory(holder.gpu_type) or 0)
+            for holder, places in too_small.items()]
 
 
 def fitting_sizes(facts: TargetFacts) -> list[int]:

@@ -41,17 +41,11 @@ def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage
     return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
 
 
-def stage_gpus(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> PlacedGpus:
-    """The GPUs that a stage gets: those of the profile, where the job names none. Raises InvalidInput."""
-    placed = resolve_stage_placement(profile, wanted, stage)
-    return PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
-
-
-def serving_gpus(profile: ClusterProfile, serve: ServeSpec) -> PlacedGpus:
-    """The GPUs of the engines of an endpoint. Raises InvalidInput."""
-    if profile.serving is None:
-        return PlacedGpus(num_gpus=serve.placement.num_gpus, gpu_type=serve.placement.gpu_type)
-    placed = merge_placement(profile.serving.placement, serve.placement)
+def serving_gpus(profile: ClusterProfile | None, serve: ServeSpec) -> PlacedGpus:
+    """The GPUs of the engines of an endpoint; None: on one machine. Raises InvalidInput."""
+    placed: Placement | PlacementRequest = serve.placement
+    if profile is not None and profile.serving is not None:
+        placed = merge_placement(profile.serving.placement, serve.placement)
     return PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
 
 
@@ -63,11 +57,9 @@ def resolve_hardware_placement(profile: ClusterProfile, wanted: JobPlacement, po
 
 def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:
     """Merge `wanted` into `given`, by the rules of `PlacementRequest`. Raises InvalidInput."""
-    changed: dict[str, object] = {}
-    for name in ("num_gpus", "gpu_type", "shared_memory", "queue", "priority_class"):
-        value = getattr(wanted, name)
-        if value is not None:
-            changed[name] = value
+    changed: dict[str, object] = {
+        name: value for name in ("num_gpus", "gpu_type", "shared_memory", "queue", "priority_class")
+        if (value := getattr(wanted, name)) is not None}
     for name in ("requests", "limits", "node_selector"):
         changed[name] = {**getattr(given, name), **getattr(wanted, name)}
     changed["tolerations"] = tuple(dict.fromkeys((*given.tolerations, *wanted.tolerations)))

@@ -7,9 +7,10 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import get_args
 
+from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
 from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
@@ -22,7 +23,6 @@ from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
     hours_of,
-    month_cost,
     plan_benchmark,
     plan_capture,
     plan_prove,
@@ -69,11 +69,11 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in STAGES}, counts,
                               speed) for speed in ("low", "high"))
-        stages = tuple(_on_gpus(work, one, counts[one.stage], gpu_hour_prices or {}, (least.hours, most.hours))
-                       if counts[one.stage] else one.model_copy(update={"bound_by": ""})
-                       for one, least, most in zip(stages, fast, slow, strict=True))
+        stages = tuple(_on_gpus(work, plan, counts[plan.stage], gpu_hour_prices or {}, (least.hours, most.hours))
+                       if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
+                       for plan, least, most in zip(stages, fast, slow, strict=True))
     else:
-        stages = tuple(one.model_copy(update={"bound_by": ""}) for one in stages)
+        stages = tuple(plan.model_copy(update={"bound_by": ""}) for plan in stages)
     stages += _hardware(work, rates, counts["prove"])
     if store is not None:
         stages = with_store_use(stages, store_transfers(work, store), store)
@@ -81,24 +81,32 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work))
-    if rates is None:
-        warnings += _unknown_gpus(job, counts)
+    labels = {job.gpus[stage].gpu_type for stage in STAGES if counts[stage]}
+    if rates is None and (unknown := sorted(label or "none" for label in labels if known_gpu(label) is None)):
+        warnings.append(f"hours are those of an {ASSUMED.name}: the job's type of GPU ({', '.join(unknown)}) has no "
+                        "figures here; name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS")
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
         warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
     if not work.within_budget:
         fits = False
     present = _present(work)
+    hours, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
+    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
     costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
-        total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
-        bottleneck=_bottleneck(stages), total_gpu_hours=sum(stage.gpu_hours for stage in stages),
+        total_hours=hours, bytes_per_token=work.state_bytes,
+        bottleneck=f"{slowest.stage} takes {slowest.hours / hours:.0%} of the time{limited}" if hours else "",
+        total_gpu_hours=sum(stage.gpu_hours for stage in stages),
         total_cost=sum(cost for cost in costs if cost is not None) if costs and None not in costs else None,
         total_store_cost=sum(use.cost or 0.0 for use in uses) if ranges else None,
-        total_store_cost_range=Interval(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges))
-        if ranges else None, store_month_cost=None if store is None else month_cost(total, store),
-        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(store)),
+        total_store_cost_range=Interval(low=sum(cost.low for cost in ranges), high=sum(cost.high for cost in ranges))
+        if ranges else None,
+        # Of what the job leaves in the store.
+        store_month_cost=None if store is None or store.prices is None else total / 1e12 * store.prices.storage,
+        assumptions=(*_assumptions(work, used, counts),
+                     *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
         warnings=tuple(warnings), present=present,
         notes=(*((present.words,) if present else ()), *map(_description, job.families),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
@@ -118,24 +126,12 @@ def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, 
     """At these rates, with the starts of those that compute on GPUs."""
     plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
              "tune": plan_tune, "prove": plan_prove}
-    started, stages = _starts(work, counts), []
+    started, stages = starts(work, counts), []
     for stage in STAGES:
         plan = plans[stage](work, rates[stage])
-        start_s = started.get(stage, 0) * _start_s(work, stage, speed)
+        start_s = started.get(stage, 0) * start_seconds(work, stage, speed)
         stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
     return tuple(stages)
-
-
-def _starts(work: PlannedWork, counts: Mapping[str, int]) -> dict[StageKey, int]:
-    """Of the stages that compute on GPUs."""
-    servers = max(1, counts["benchmark"] // work.spec.engine.tp_size)
-    return {stage: number for stage, number in starts(work, servers).items()
-            if number and counts[stage]}
-
-
-def _start_s(work: PlannedWork, stage: StageKey, speed: Speed) -> float:
-    is_server = work.spec.engine.kind == "sglang" and stage not in ("capture", "train")
-    return start_seconds(speed, is_server=is_server, weight_bytes=work.weight_bytes)
 
 
 def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
@@ -193,21 +189,21 @@ def _hardware(work: PlannedWork, rates: Rates | None, default_gpus: int) -> tupl
         return (2 * start_s / 3600 + hours_of(alone * work.flops_per_token, rates.single)
                 + hours_of(together * work.flops_per_token, rates.decode))
 
-    found = []
-    for one in hardware.profiles:
-        num_gpus = default_gpus if one.placement.num_gpus is None else one.placement.num_gpus
-        label = one.placement.gpu_type or work.job.gpus["prove"].gpu_type
-        plan = StagePlan(stage="hardware", key=one.name, tokens=alone + together, bytes_on_disk=0,
+    plans = []
+    for profile in hardware.profiles:
+        num_gpus = default_gpus if profile.placement.num_gpus is None else profile.placement.num_gpus
+        label = profile.placement.gpu_type or work.job.gpus["prove"].gpu_type
+        plan = StagePlan(stage="hardware", key=profile.name, tokens=alone + together, bytes_on_disk=0,
                          hours=hours(rates or Rates()))
         if rates is None and num_gpus:
             low, middle, high = (hours(_gpu_rates(work, label, speed, num_gpus, num_gpus, max(loads)),
-                                       _start_s(work, "prove", speed)) for speed in ("high", "expected", "low"))
+                                       start_seconds(work, "prove", speed)) for speed in ("high", "expected", "low"))
             plan = plan.model_copy(update={
                 "hours": middle, "hours_range": Interval(low=low, high=high), "num_gpus": num_gpus,
-                "gpu_type": (known_gpu(label) or ASSUMED).name, "cost": middle * one.price_per_hour,
+                "gpu_type": (known_gpu(label) or ASSUMED).name, "cost": middle * profile.price_per_hour,
                 "bound_by": "memory bandwidth"})
-        found.append(plan)
-    return tuple(found)
+        plans.append(plan)
+    return tuple(plans)
 
 
 def _present(work: PlannedWork) -> Present | None:
@@ -224,67 +220,51 @@ def _present(work: PlannedWork) -> Present | None:
         words=f"{words}: they are not made again, unless the data or the target has changed (reuse: never makes all)")
 
 
-def _bottleneck(stages: Sequence[StagePlan]) -> str:
-    total, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
-    if not total:
-        return ""
-    limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
-    return f"{slowest.stage} takes {slowest.hours / total:.0%} of the time{limited}"
-
-
-def _unknown_gpus(job: ResolvedJob, counts: Mapping[str, int]) -> list[str]:
-    labels = {job.gpus[stage].gpu_type for stage in STAGES if counts[stage]}
-    unknown = sorted(label or "none" for label in labels if known_gpu(label) is None)
-    if not unknown:
-        return []
-    return [f"hours are those of an {ASSUMED.name}: the job's type of GPU ({', '.join(unknown)}) has no figures here; "
-            "name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS"]
-
-
 def _warnings(work: PlannedWork) -> tuple[str, ...]:
-    found, job = [], work.job
+    warnings, job = [], work.job
     if work.data.prompt_tokens is None:
-        found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
+        warnings.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
     capture = work.spec.capture
     if not work.within_budget:
-        found.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
-                     f"{work.supervised} answer need more")
+        warnings.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
+                        f"{work.supervised} answer need more")
     elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
-        found.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
-                     f"capture.max_bytes {capture.max_bytes}")
+        warnings.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
+                        f"capture.max_bytes {capture.max_bytes}")
     if work.prompt + work.answer > work.spec.capture.max_length:
-        found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
-                     f"{work.spec.capture.max_length}")
-    stored, asked = work.target.dtype, job.target.dtype
-    if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
-        found.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
-                     f"memory: set target.dtype {stored}")
+        warnings.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
+                        f"{work.spec.capture.max_length}")
+    stored, requested = work.target.dtype, job.target.dtype
+    if work.num_gpus and requested == "float32" and stored in ("bfloat16", "float16"):
+        warnings.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
+                        f"memory: set target.dtype {stored}")
     unknown = sorted(family for family in job.families if not FAMILIES[family].step_cost_known)
     if work.num_gpus and unknown:
-        found.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a GPU "
-                     "run out of it, lower train.max_tokens_per_gpu")
+        warnings.append(f"the memory of a training step of {', '.join(unknown)} is not known before it runs: should a "
+                        "GPU run out of it, lower train.max_tokens_per_gpu")
     smallest = min(map(work.step_tokens, job.candidates))
     if work.trained < 10 * smallest:
-        found.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+        warnings.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak "
+                        "drafter")
     if work.rows < FEW_ROWS:
-        found.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
-                     "drafter, and figures that vary by chance; give more in data.sources, or raise "
-                     "data.max_conversations")
+        warnings.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
+                        "drafter, and figures that vary by chance; give more in data.sources, or raise "
+                        "data.max_conversations")
     rows, candidate, name = work.scarcest
     if candidate and rows < _LITTLE_OF_THE_UNION * work.rows:
-        found.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes all "
-                     f"of source {name}; give it a larger weight in data.sources, or a smaller share in the mixes")
-    return tuple(found)
-
-
-def _why_stored(work: PlannedWork) -> str:
-    if work.streamed:
-        return "capture.codec; in memory alone, capture.mode: stream"
-    return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
+        warnings.append(f"every candidate trains on {rows} of {work.rows} captured rows: candidate {candidate} takes "
+                        f"all of source {name}; give it a larger weight in data.sources, or a smaller share in the "
+                        "mixes")
+    return tuple(warnings)
 
 
 def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     target, data, job = work.target, work.data, work.job
+    # In MB below a tenth of a GB, so that a small model is not 0.
+    weights, unit = (work.weight_bytes / 1e9, "GB") if work.weight_bytes >= 1e8 else (work.weight_bytes / 1e6, "MB")
+    why_stored = "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
+    if work.streamed:
+        why_stored = "capture.codec; in memory alone, capture.mode: stream"
 
     def say(name: str, value: float, unit: str, source: str) -> Assumption:
         return Assumption(name=name, value=float(value), unit=unit, source=source)
@@ -296,7 +276,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", *_in_unit(work.weight_bytes),
+        say("target weights", round(weights, 2), unit,
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
         say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
             f"estimated for candidate {job.candidates[0].name}"),
@@ -304,21 +284,22 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             f"what {', '.join(job.families)} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
         say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
-            f"{work.stored.name}: {_why_stored(work)}"),
+            f"{work.stored.name}: {why_stored}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(job.candidates), "drafters", "sweep"),
         *_training_memory(work),
         *_rates_named(used, counts),
-        *_starts_named(_starts(work, counts), work),
+        *_starts_named(work, counts),
     )
 
 
-def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[Assumption, ...]:
+def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """Seconds of a start on GPUs, by the stage with the most, and how often there is one."""
+    started = starts(work, counts)
     if not started:
         return ()
     most = max(started, key=lambda stage: started[stage])
-    fast, middle, slow = (round(_start_s(work, most, speed)) for speed in ("high", "expected", "low"))
+    fast, middle, slow = (round(start_seconds(work, most, speed)) for speed in ("high", "expected", "low"))
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
                        source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
@@ -327,20 +308,20 @@ def _starts_named(started: Mapping[StageKey, int], work: PlannedWork) -> tuple[A
 def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     """Tokens of a step, and on GPUs the memory that the candidate with the highest need takes of each."""
     candidates = work.job.candidates
-    trainings = [found for candidate in candidates if (found := training_on_gpus(work, candidate)) is not None]
+    trainings = [training for candidate in candidates if (training := training_on_gpus(work, candidate)) is not None]
     given = candidates[0].train.max_tokens_per_batch is not None
     tokens = Assumption(
         name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
         source="train.max_tokens_per_batch" if given else f"default for {work.num_gpus} GPUs (0: on CPUs)")
     if not trainings:
         return (tokens,)
-    device = gpu_bytes(work.job.gpus["train"].gpu_type)
-    assumed = "" if device else "; for a GPU of 80 GB: placement names none"
-    highest = max(trainings, key=lambda one: one.need(device or ASSUMED_GPU_BYTES).total)
-    need = highest.need(device or ASSUMED_GPU_BYTES)
+    known = gpu_bytes(work.job.gpus["train"].gpu_type)
+    device, assumed = known or ASSUMED_GPU_BYTES, "" if known else "; for a GPU of 80 GB: placement names none"
+    highest = max(trainings, key=lambda training: training.need(device).total)
+    need = highest.need(device)
     largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
-    fits = need.total <= usable_bytes(device or ASSUMED_GPU_BYTES)
-    at_a_time = "train.max_tokens_per_gpu" if any(one.train.max_tokens_per_gpu for one in candidates) else (
+    fits = need.total <= usable_bytes(device)
+    at_a_time = "train.max_tokens_per_gpu" if any(candidate.train.max_tokens_per_gpu for candidate in candidates) else (
         f"{'the largest that fits, of' if fits else 'not fitting, like all of'} {GPU_TOKENS}, its half, its quarter, "
         f"...{assumed}")
     return (tokens, Assumption(
@@ -350,30 +331,22 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
         source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
-def _in_unit(num_bytes: float) -> tuple[float, str]:
-    """Bytes as value and unit: MB below a tenth of a GB, so that a small model is not 0."""
-    return (round(num_bytes / 1e9, 2), "GB") if num_bytes >= 1e8 else (round(num_bytes / 1e6, 2), "MB")
-
-
 def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
     named = (("prefill rate", "capture", used["capture"].prefill),
              ("decode rate, many requests", "regenerate", used["regenerate"].decode),
              ("decode rate, one request", "prove", used["prove"].single),
              ("training rate", "train", used["train"].train))
-    found = [Assumption(name=name, value=round(value, 1), unit="GFLOP/s", source=used[stage].source)
+    rates = [Assumption(name=name, value=round(value, 1), unit="GFLOP/s", source=used[stage].source)
              for name, stage, value in named]
     store = used["capture"].store_bytes_per_s
     if counts["capture"] and store is not None:
-        found.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
+        rates.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
                                 source="an assumption (0.3 to 3): a pod and an object store or shared file system"))
-    return tuple(found)
+    return tuple(rates)
 
 
-def _store_assumptions(store: ObjectStore | None) -> tuple[Assumption, ...]:
-    if store is None or store.prices is None:
-        return ()
-    prices = store.prices
+def _store_assumptions(prices: StorePrices) -> tuple[Assumption, ...]:
     return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
                  for name, value, unit in (
         ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),

@@ -47,14 +47,14 @@ def hours_of(flops: float, gflops: float) -> float:
 
 
 def _store_hours(num_bytes: float, rates: Rates) -> float:
-    """To move so many bytes of states."""
     return 0.0 if rates.store_bytes_per_s is None else num_bytes / rates.store_bytes_per_s / _SECONDS_PER_HOUR
 
 
-def starts(work: PlannedWork, servers: int) -> dict[StageKey, int]:
-    """How often the target is loaded in each stage, one after the other, where `servers` of it run side by side in the
-    benchmark. In SGLang settings of a drafter are arguments of a server, so each is a start."""
+def starts(work: PlannedWork, num_gpus: Mapping[str, int]) -> dict[StageKey, int]:
+    """How often the target is loaded, one start after the other, in each stage that computes on GPUs. In SGLang
+    settings of a drafter are arguments of a server, so each is a start."""
     spec = work.spec
+    servers = max(1, num_gpus["benchmark"] // spec.engine.tp_size)  # that run side by side
     if spec.engine.kind != "sglang":
         benchmark = tune = prove = 1
     else:
@@ -62,8 +62,10 @@ def starts(work: PlannedWork, servers: int) -> dict[StageKey, int]:
         tune = _variants(spec.tune) * (1 + work.job.rivals_to_tune)
         prove = 2 + work.job.rivals_to_tune
     is_answered = spec.data.answered or work.present >= work.rows
-    return {"regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
-            "benchmark": benchmark, "tune": tune, "prove": prove}
+    numbers: dict[StageKey, int] = {
+        "regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
+        "benchmark": benchmark, "tune": tune, "prove": prove}
+    return {stage: number for stage, number in numbers.items() if number and num_gpus[stage]}
 
 
 def plan_regenerate(work: PlannedWork, rates: Rates) -> StagePlan:
@@ -112,9 +114,13 @@ def plan_train(work: PlannedWork, rates: Rates) -> StagePlan:
 
 def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:
     """Every checkpoint and rival, each with its baseline."""
-    checkpoints = _checkpoints(work.job)
+    checkpoints, benchmark = _checkpoints(work.job), work.spec.benchmark
     alone = checkpoints * _suite_tokens(work.spec)
-    together = checkpoints * _concurrent_tokens(work.spec)
+    # At the higher concurrencies each prompt is asked once per repeat, in at least two blocks of two requests per slot.
+    prompts = sum(suite.max_prompts for suite in benchmark.suites) * benchmark.repeats
+    requests = sum(2 * users * max(2, math.ceil(prompts / (2 * users)))
+                   for users in benchmark.concurrencies if users > 1)
+    together = checkpoints * 2 * requests * len(benchmark.temperatures) * benchmark.max_new_tokens
     return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=hours_of(alone * work.flops_per_token, rates.single)
                      + hours_of(together * work.flops_per_token, rates.decode))
@@ -130,15 +136,6 @@ def _suite_tokens(spec: JobSpec) -> int:
     benchmark = spec.benchmark
     prompts = sum(suite.max_prompts for suite in benchmark.suites)
     return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
-
-
-def _concurrent_tokens(spec: JobSpec) -> int:
-    """The same at the higher `benchmark.concurrencies`: each asks every prompt once per repeat, in at least two blocks
-    of two requests per slot."""
-    benchmark = spec.benchmark
-    prompts = sum(suite.max_prompts for suite in benchmark.suites) * benchmark.repeats
-    requests = sum(2 * one * max(2, math.ceil(prompts / (2 * one))) for one in benchmark.concurrencies if one > 1)
-    return 2 * requests * len(benchmark.temperatures) * benchmark.max_new_tokens
 
 
 def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
@@ -190,7 +187,7 @@ class ObjectStore:
     """Where the jobs of a cluster exchange files."""
 
     prices: StorePrices | None
-    """None: nothing is known of them."""
+    """None: unknown."""
 
     ranged: bool
     """Hidden states stay there and are read by ranges (`placement.work.states`)."""
@@ -210,8 +207,6 @@ class ObjectStore:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """What one stage writes and reads."""
-
     objects: int = 0
     put_requests: int = 0
     get_requests: int = 0
@@ -222,12 +217,11 @@ def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageT
                    store: ObjectStore) -> tuple[StagePlan, ...]:
     """The stages with their use of the store. What a stage wrote stays until the last one; while it is being written,
     half of it on average is there."""
-    found, before = [], 0
-    for one in stages:
-        moved = transfers.get(one.stage, StageTransfer())
-        objects = moved.objects + _SMALL_FILES
+    plans, before = [], 0
+    for plan in stages:
+        moved = transfers.get(plan.stage, StageTransfer())
         puts, gets = moved.put_requests + _SMALL_FILES, moved.get_requests + _SMALL_FILES
-        held = before + one.bytes_on_disk / 2
+        held = before + plan.bytes_on_disk / 2
 
         def money(hours: float, held: float = held, puts: int = puts, gets: int = gets,
                   read: int = moved.read_bytes) -> float | None:
@@ -236,19 +230,14 @@ def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageT
                 held / 1e12 * hours / _HOURS_PER_MONTH * prices.storage + puts / 1e6 * prices.put
                 + gets / 1e6 * prices.get + read / 1e12 * prices.traffic)
 
-        low, high = ((one.hours_range.low, one.hours_range.high) if one.hours_range is not None
-                     else (one.hours, one.hours))
-        least, most = money(low), money(high)
-        found.append(one.model_copy(update={"store": StoreUse(
-            objects=objects, put_requests=puts, get_requests=gets, read_bytes=moved.read_bytes, cost=money(one.hours),
+        hours = plan.hours_range or Interval(low=plan.hours, high=plan.hours)
+        least, most = money(hours.low), money(hours.high)
+        plans.append(plan.model_copy(update={"store": StoreUse(
+            objects=moved.objects + _SMALL_FILES, put_requests=puts, get_requests=gets, read_bytes=moved.read_bytes,
+            cost=money(plan.hours),
             cost_range=None if least is None or most is None else Interval(low=least, high=most))}))
-        before += one.bytes_on_disk
-    return tuple(found)
-
-
-def month_cost(stored_bytes: int, store: ObjectStore) -> float | None:
-    """Of what a job leaves in the store, for a month."""
-    return None if store.prices is None else stored_bytes / 1e12 * store.prices.storage
+        before += plan.bytes_on_disk
+    return tuple(plans)
 
 
 def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTransfer]:

@@ -146,7 +146,15 @@ class PlannedWork:
         self.candidate_rows = {name: quotas(mix, self.scarcest[0]) for name, mix in mixes.items()}
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
-        self.num_aux = _num_stored(job)
+        # States stored for every token: the layers that families fuse by default, the layers that candidates name, and
+        # the state after the final norm if a family reads it. An upper bound: named layers may be among the default
+        # ones, which are not known here.
+        reads = {FAMILIES[family].target_states for family in job.families}
+        default = (any(candidate.fuses and candidate.drafter.aux_layers is None for candidate in job.candidates)
+                   or reads == {"none"})
+        layers = spec.capture.aux_layers or ()
+        named = set(job.captured.aux_layers) - set(layers if default else ())
+        self.num_aux = (len(layers) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
         self.supervised = round(self.rows * max(0.0, self.row_tokens - self.prompt))
         capture = spec.capture
         vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
@@ -168,7 +176,6 @@ class PlannedWork:
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     def step_tokens(self, candidate: Candidate) -> int:
-        """Packed tokens of a candidate's training step."""
         return tokens_per_step(candidate.train, self.num_gpus)
 
     @property
@@ -194,18 +201,6 @@ class PlannedWork:
     def drafter(self, candidate: Candidate) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of the target."""
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
-
-
-def _num_stored(job: ResolvedJob) -> int:
-    """Number of states stored for every token: the layers that families fuse by default, the layers that candidates
-    name, and the state after the final norm if a family reads it. An upper bound: named layers may be among the default
-    ones, which are not known here."""
-    reads = {FAMILIES[family].target_states for family in job.families}
-    default = (any(candidate.fuses and candidate.drafter.aux_layers is None for candidate in job.candidates)
-               or reads == {"none"})
-    chosen = job.spec.capture.aux_layers or ()
-    named = set(job.captured.aux_layers) - set(chosen if default else ())
-    return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
 
 
 def training_gpus(job: ResolvedJob) -> int:
@@ -280,15 +275,3 @@ def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus 
     device = gpu_bytes(work.job.gpus["train"].gpu_type) or ASSUMED_GPU_BYTES
     longest = min(spec.capture.max_length, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)
     return training.fitted(device, usable_bytes(device), longest)
-
-
-def require_gpu_memory(job: ResolvedJob, target: TargetFacts, data: DataFacts) -> None:
-    """Raises GpuTooSmall for a training step that does not fit the requested type of GPU, if its label names a size."""
-    label, work = job.gpus["train"].gpu_type, PlannedWork(job, target, data)
-    device = gpu_bytes(label)
-    if label is None or device is None:
-        return
-    for candidate in job.candidates:
-        training = training_on_gpus(work, candidate)
-        if training is not None:
-            training.require(device, label, usable_bytes(device))

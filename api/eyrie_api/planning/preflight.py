@@ -1,10 +1,10 @@
 """Validation of a job before it is accepted, without loading a model: resolved once, then checked by `CHECKS`.
 
-    read_facts   what is on this machine: data sources, the target's files, the cluster profile     I/O
-    resolve      defaults, candidates, GPUs: a `ResolvedJob`                                        pure
-    CHECKS       what no installation could run; the first problem refuses the job, and its plan
-    make_plan    tokens, bytes and hours, where the target's sizes are known                        pure
-    ROOM         what this installation has no room for: it refuses the job, and a plan notes it
+    read_facts        what is on this machine: data sources, the target's files, the cluster profile     I/O
+    resolve           defaults, candidates, GPUs: a `ResolvedJob`                                        pure
+    CHECKS            what no installation could run; the first problem refuses the job, and its plan
+    make_plan         tokens, bytes and hours, where the target's sizes are known                        pure
+    CAPACITY_CHECKS   what this installation has no capacity for: it refuses the job, and a plan notes it
 
 Each error names field, value and rule, and a hint says what to do instead. A target's files are checked by their
 headers and a data file by its first rows. What is not on this machine (a Hub id) or cannot be checked cheaply (single
@@ -49,7 +49,6 @@ from eyrie_api.full_disk import free_bytes
 from eyrie_api.planning.facts import (
     DEVICES,
     WITHOUT_A_NUMBER,
-    Device,
     Facts,
     gpu_memory_here,
     gpus_of,
@@ -62,7 +61,13 @@ from eyrie_api.planning.facts import (
 from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import ObjectStore
-from eyrie_api.planning.plan_work import DEFAULT_DRAFT_VOCABULARY, DataFacts, TargetFacts, require_gpu_memory
+from eyrie_api.planning.plan_work import (
+    DEFAULT_DRAFT_VOCABULARY,
+    DataFacts,
+    PlannedWork,
+    TargetFacts,
+    training_on_gpus,
+)
 from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.resolve import BLOCKS, block_chain, held_out_prompts, resolve
 from eyrie_api.planning.reuse import asks_the_same, jobs_with_answers, stores_the_same
@@ -94,11 +99,6 @@ class Submission:
     settings: Settings
 
     @property
-    def device(self) -> Device:
-        """Of the job's engine."""
-        return self.facts.engine_device(self.job.gpus, self.job.serving_gpus)
-
-    @property
     def architectures(self) -> list[str]:
         """Of the target's config.json; empty where it is not here."""
         named = self.facts.config.get("architectures")
@@ -126,8 +126,9 @@ def check(spec: JobSpec, settings: Settings) -> ResolvedJob:
     """The job as it is accepted, with its plan where the target's sizes are known. Raises InvalidInput, DiskTooSmall
     and the like, with a hint."""
     submission = _checked(spec, settings)
-    for has_room in ROOM:
-        has_room(submission)
+    for lacks in CAPACITY_CHECKS:
+        for error in lacks(submission):
+            raise error
     return submission.job
 
 
@@ -164,7 +165,13 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
         ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
-    notes = [*_notes_on_this_machine(submission), *planned.notes]
+    notes: list[str] = []
+    if not job.on_cluster:  # for the reader of a plan, who may plan for another machine
+        notes = [f"a job of this plan is refused on this machine: {error.message}"
+                 for error in missing_here(submission)]
+        notes += [f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
+                  "that are there" for field, request in _requests(job.spec) if request.gpu_type is not None]
+    notes += planned.notes
     if chosen:
         notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
     warnings = planned.warnings
@@ -331,9 +338,10 @@ def engine_can_compute(submission: Submission) -> None:
     On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy` in its source):
     output at a temperature above 0 would not be the target's. Sampled generation without a drafter is not affected, so
     regeneration may sample there."""
-    job, device, architectures = submission.job, submission.device, submission.architectures
+    job, architectures = submission.job, submission.architectures
     if job.spec.engine.kind != "sglang":
         return
+    device = submission.facts.engine_device(job.gpus, job.serving_gpus)
     if device == "gpu" and job.target.dtype == "float32":
         raise InvalidInput("target.dtype is 'float32' and engine is 'sglang', whose attention kernels on GPUs have no "
                            "float32", "set target.dtype to 'bfloat16', or engine to 'embedded'")
@@ -523,8 +531,16 @@ def shards_fit_the_pod(submission: Submission) -> None:
 
 def training_steps_fit(submission: Submission) -> None:
     """A training step of every candidate fits the requested type of GPU, if its label names a size."""
-    if submission.facts.sizes is not None:
-        require_gpu_memory(submission.job, submission.facts.sizes, submission.facts.data)
+    job, facts = submission.job, submission.facts
+    label = job.gpus["train"].gpu_type
+    device = gpu_bytes(label)
+    if facts.sizes is None or label is None or device is None:
+        return
+    work = PlannedWork(job, facts.sizes, facts.data)
+    for candidate in job.candidates:
+        training = training_on_gpus(work, candidate)
+        if training is not None:
+            training.require(device, label, usable_bytes(device))
 
 
 CHECKS: tuple[Check, ...] = (
@@ -534,17 +550,11 @@ CHECKS: tuple[Check, ...] = (
 """In order: later ones assume what earlier ones have checked."""
 
 
-# What this installation has no room for.
-
-
-def this_machine_has_it(submission: Submission) -> None:
-    """This machine has the GPUs and the SGLang that a job asks for, where jobs run on one machine."""
-    for error in missing_here(submission):
-        raise error
+# What this installation has no capacity for.
 
 
 def missing_here(submission: Submission, devices: Path = DEVICES) -> list[InvalidInput]:
-    """What a job asks for and this machine does not have; on a cluster nothing.
+    """What a job asks for and this machine does not have: GPUs, SGLang; on a cluster nothing.
 
     GPUs are counted by their device files. Where those give no number, nothing is refused: the stage that needs them
     counts them with torch."""
@@ -568,16 +578,6 @@ def missing_here(submission: Submission, devices: Path = DEVICES) -> list[Invali
     return errors
 
 
-def _notes_on_this_machine(submission: Submission) -> list[str]:
-    """For the reader of a plan, who may plan for another machine: what a job would be refused for here, and what of its
-    placement is not used on one machine."""
-    if submission.job.on_cluster:
-        return []
-    return [*(f"a job of this plan is refused on this machine: {error.message}" for error in missing_here(submission)),
-            *(f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
-              "that are there" for field, request in _requests(submission.job.spec) if request.gpu_type is not None)]
-
-
 def _requests(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:
     """Every placement that a job requests, by the field that names it."""
     return [("placement.every", spec.placement.every),
@@ -585,16 +585,10 @@ def _requests(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:
             ("serve.placement", spec.serve.placement)]
 
 
-def gpus_hold_the_target(submission: Submission) -> None:
-    """The GPUs of every stage, and of the endpoint, hold the target's weights."""
-    for error in gpus_without_room(submission):
-        raise error
-
-
 def gpus_without_room(submission: Submission, *, for_other_machines: bool = False) -> Sequence[EyrieError]:
-    """One error for each kind of GPUs that the target does not fit; none where a size is not known. On a cluster a
-    GPU's memory is that of its label. On one machine a job runs on the GPUs that are there, and a label is for plans
-    alone.
+    """One error for each kind of GPUs, of a stage or the endpoint, that the target does not fit; none where a size is
+    not known. On a cluster a GPU's memory is that of its label. On one machine a job runs on the GPUs that are there,
+    and a label is for plans alone.
 
     for_other_machines   where jobs run on one machine: take a GPU of the job's label, as a plan does
     """
@@ -611,15 +605,17 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
         memory_of(label) if for_other_machines and label is not None else here))
 
 
-def disk_holds_the_job(submission: Submission) -> None:
-    """The disk under EYRIE_HOME has room for what the job writes. Only lengths sampled from the data refuse a job:
-    without them the plan is an upper bound, which does not prove that the job will not fit."""
+def disk_without_room(submission: Submission) -> Sequence[EyrieError]:
+    """An error where the disk under EYRIE_HOME has no room for what the job writes. Only lengths sampled from the data
+    refuse a job: without them the plan is an upper bound, which does not prove that the job will not fit."""
     planned, home = submission.job.plan, submission.settings.home
-    if planned is not None and planned.fits_disk is False and submission.facts.data.prompt_tokens is not None:
-        raise DiskTooSmall(f"the job needs about {planned.total_bytes_on_disk / 2**30:.1f} GiB under {home} and "
-                           f"{free_bytes(home) / 2**30:.1f} GiB are free",
-                           "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
-                           "capture.final_state topk, or set EYRIE_HOME to a larger disk")
+    if planned is None or planned.fits_disk is not False or submission.facts.data.prompt_tokens is None:
+        return []
+    return [DiskTooSmall(f"the job needs about {planned.total_bytes_on_disk / 2**30:.1f} GiB under {home} and "
+                         f"{free_bytes(home) / 2**30:.1f} GiB are free",
+                         "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
+                         "capture.final_state topk, or set EYRIE_HOME to a larger disk")]
 
 
-ROOM: tuple[Check, ...] = (this_machine_has_it, gpus_hold_the_target, disk_holds_the_job)
+CAPACITY_CHECKS: tuple[Callable[[Submission], Sequence[EyrieError]], ...] = (
+    missing_here, gpus_without_room, disk_without_room)

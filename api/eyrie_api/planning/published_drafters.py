@@ -80,13 +80,13 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
 
 
 def _directory(field: str, path: str, revision: str | None) -> Path | None:
-    found = local_path(path)
-    if found is None and is_hub_id(path):
+    directory = local_path(path)
+    if directory is None and is_hub_id(path):
         return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
-    if found is None or not (found / "config.json").is_file():
+    if directory is None or not (directory / "config.json").is_file():
         raise InvalidInput(f"{field} is not a directory with config.json on the server",
                            "give the directory of a drafter, or a Hub id org/name")
-    return found
+    return directory
 
 
 def _check_sizes(field: str, config: Mapping[str, Any], facts: TargetFacts) -> None:
@@ -97,15 +97,15 @@ def _check_sizes(field: str, config: Mapping[str, Any], facts: TargetFacts) -> N
     if not is_model:  # a draft model of its own has a width of its own, and an authors' EAGLE-1 its target's
         wanted["hidden_size"] = facts.hidden_size
     for name, of_target in wanted.items():
-        found = config.get("target_hidden_size") or sizes.get(name) if name == "hidden_size" else sizes.get(name)
-        if isinstance(found, int) and found != of_target:
-            raise InvalidInput(f"{field} is for a target of {name} {found}, and this target has {of_target}",
+        size = config.get("target_hidden_size") or sizes.get(name) if name == "hidden_size" else sizes.get(name)
+        if isinstance(size, int) and size != of_target:
+            raise InvalidInput(f"{field} is for a target of {name} {size}, and this target has {of_target}",
                                "name a drafter of this target")
     nested = config.get("eagle_config")
     inner = nested.get(_LAYER_IDS) if isinstance(nested, Mapping) else None
     of_dflash = config.get("dflash_config")
     ids = inner or (of_dflash.get("target_layer_ids") if isinstance(of_dflash, Mapping) else None) or ()
-    beyond = [one for one in ids if isinstance(one, int) and one >= facts.num_layers]
+    beyond = [layer for layer in ids if isinstance(layer, int) and layer >= facts.num_layers]
     if beyond:
         raise InvalidInput(f"{field} reads layers {beyond}, and this target has {facts.num_layers} layers",
                            "name a drafter of this target")

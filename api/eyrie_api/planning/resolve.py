@@ -19,14 +19,14 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import StageKey
-from eyrie_api.contract.resolved import Candidate, CapturedLayers, Demand, PlacedGpus, ResolvedJob
+from eyrie_api.contract.resolved import CapturedLayers, Demand, PlacedGpus, ResolvedJob
 from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.contract.stages import ComparedMix
 from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, resolve_dtype
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.facts import Device, Facts
-from eyrie_api.planning.placement import resolve_hardware_placement, serving_gpus, stage_gpus
+from eyrie_api.planning.facts import Device, Facts, stored_dtype
+from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement, serving_gpus
 from eyrie_api.planning.sweep import expand, trains_together
 
 OWN_SUITE = SuiteSpec(name=HELD_OUT, path=HELD_OUT, max_prompts=32)  # as many as the shipped suites have together
@@ -46,13 +46,14 @@ def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
     """The job with every default filled in, without a plan. Raises InvalidInput for a placement that does not merge
     with the cluster profile, held-out suites without held-out prompts, and as `expand`."""
     profile = facts.profile
-    gpus, serving = _requested_gpus(spec), _requested_serving(spec)
+    gpus, serving = _requested_gpus(spec), serving_gpus(profile, spec.serve)
     if profile is not None:
-        gpus = {stage: stage_gpus(profile, spec.placement, stage) for stage in _STAGES}
-        serving = serving_gpus(profile, spec.serve)
+        for stage in _STAGES:
+            placed = resolve_stage_placement(profile, spec.placement, stage)
+            gpus[stage] = PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)
     device = facts.engine_device(gpus, serving)
     on_gpus = facts.computes_on_gpus(gpus, serving)
-    dtype = resolve_dtype(spec.target, facts.stored_dtype, on_gpus=on_gpus).dtype
+    dtype = resolve_dtype(spec.target, stored_dtype(facts.config), on_gpus=on_gpus).dtype
     spec = spec.model_copy(update={
         "target": JobTarget(model=spec.target.model, revision=spec.target.revision, dtype=dtype)})
     if on_gpus:
@@ -80,10 +81,12 @@ def derive(spec: JobSpec, gpus: Mapping[StageKey, PlacedGpus] | None = None, ser
     fusing = [candidate for candidate in candidates if candidate.fuses]
     default_layers = [candidate.drafter.family for candidate in candidates if not candidate.fuses or (
         candidate.drafter.aux_layers is None and candidate.drafter.init_from is None)]
+    mixes = [ComparedMix(mix=candidate.mix, train_seed=candidate.train.seed)
+             for candidate in candidates if candidate.mix is not None]
     train_gpus = gpus["train"].num_gpus or 0
     return ResolvedJob(
         spec=spec, target=resolve_dtype(spec.target, None, on_gpus=False), candidates=candidates,
-        compared_mixes=_compared_mixes(candidates),
+        compared_mixes=tuple(mix for number, mix in enumerate(mixes) if mix not in mixes[:number]),
         captured=CapturedLayers(
             families=tuple(dict.fromkeys(default_layers)),
             init_from=tuple(dict.fromkeys(candidate.drafter.head for candidate in fusing if candidate.drafter.head)),
@@ -91,37 +94,25 @@ def derive(spec: JobSpec, gpus: Mapping[StageKey, PlacedGpus] | None = None, ser
         rivals=tuple(rival for rival in spec.rivals if rival.method != "off"),
         trains_together=trains_together(spec, len(candidates), train_gpus if on_cluster else max(1, train_gpus),
                                         on_cluster=on_cluster),
-        on_cluster=on_cluster, gpus=dict(gpus), serving_gpus=_requested_serving(spec) if serving is None else serving,
+        on_cluster=on_cluster, gpus=dict(gpus), serving_gpus=serving or serving_gpus(None, spec.serve),
         endpoint_serve=EndpointServeSpec(**dict(spec.serve), engine=spec.engine),
         demand=demand or Demand(num_gpus=train_gpus))
-
-
-def _compared_mixes(candidates: Sequence[Candidate]) -> tuple[ComparedMix, ...]:
-    mixes = [ComparedMix(mix=candidate.mix, train_seed=candidate.train.seed)
-             for candidate in candidates if candidate.mix is not None]
-    return tuple(mix for number, mix in enumerate(mixes) if mix not in mixes[:number])
 
 
 # GPUs and quotas.
 
 
 def _requested_gpus(spec: JobSpec) -> dict[StageKey, PlacedGpus]:
-    every, found = spec.placement.every, {}
-    for stage in _STAGES:
-        request = spec.placement.stages.get(stage, every)
-        found[stage] = PlacedGpus(num_gpus=every.num_gpus if request.num_gpus is None else request.num_gpus,
-                                  gpu_type=request.gpu_type or every.gpu_type)
-    return found
-
-
-def _requested_serving(spec: JobSpec) -> PlacedGpus:
-    return PlacedGpus(num_gpus=spec.serve.placement.num_gpus, gpu_type=spec.serve.placement.gpu_type)
+    every = spec.placement.every
+    requests = {stage: spec.placement.stages.get(stage, every) for stage in _STAGES}
+    return {stage: PlacedGpus(num_gpus=every.num_gpus if request.num_gpus is None else request.num_gpus,
+                              gpu_type=request.gpu_type or every.gpu_type) for stage, request in requests.items()}
 
 
 def _gpus_at_once(job: ResolvedJob, profile: ClusterProfile) -> int:
-    """The most GPUs that the stages of a job request at one time on a cluster. Stages run one after the other; within
-    one run side by side all trainings, unless one program trains all candidates, all benchmarks that have GPUs, and the
-    profiles of `prove.hardware` but the first (`eyrie_pipelines.placement`). Raises InvalidInput."""
+    """The most GPUs that the stages of a job request at one time on a cluster. Stages run one after the other. Within a
+    stage these run side by side: all training runs, unless one program trains all candidates; all benchmarks that have
+    GPUs; the profiles of `prove.hardware` but the first (`eyrie_pipelines.placement`). Raises InvalidInput."""
     spec, gpus = job.spec, {stage: placed.num_gpus or 0 for stage, placed in job.gpus.items()}
     measured = () if spec.prove.hardware is None else spec.prove.hardware.profiles
     first, *others = [resolve_hardware_placement(profile, spec.placement, pool).num_gpus for pool in measured] or [0]

@@ -24,8 +24,12 @@ def jobs_with_answers(spec: JobSpec, others: Iterable[Job]) -> tuple[Job, ...]:
     """
     if spec.reuse == "never" or spec.data.answered:
         return ()
-    fitting = (other for other in others if _has_regenerated(other) and not other.spec.data.answered
-               and _generation(other.spec) == _generation(spec) and _sources(other.spec) & _sources(spec))
+    sources = {source.path for source in spec.data.sources}
+    fitting = (other for other in others
+               if any(condition.type == "Regenerated" and condition.status == "True"
+                      for condition in other.status.conditions)
+               and not other.spec.data.answered and _generation(other.spec) == _generation(spec)
+               and sources & {source.path for source in other.spec.data.sources})
     return tuple(islice(fitting, MAX_JOBS))
 
 
@@ -39,20 +43,15 @@ def asks_the_same(spec: JobSpec, earlier: JobSpec) -> bool:
 def stores_the_same(job: ResolvedJob, earlier: ResolvedJob) -> bool:
     """Whether states of the same row are equal in both jobs, as far as the documents say. The codec that
     `capture.max_bytes` chose is in the report of the earlier job."""
-    feeds = (job.spec.capture.mode, earlier.spec.capture.mode)
-    return "stream" not in feeds and _state_format(job) == _state_format(earlier)
+    def state_format(job: ResolvedJob) -> tuple[object, ...]:
+        capture, captured = job.spec.capture, job.captured
+        # The draft vocabulary of top-k logits is counted over all answers.
+        counted = job.spec.data.max_conversations if capture.final_state == "topk" else None
+        return (capture.aux_layers, set(captured.families), set(captured.init_from), captured.aux_layers,
+                capture.final_state, capture.final_top_k, capture.draft_vocab_size, capture.max_length, counted)
 
-
-def _state_format(job: ResolvedJob) -> tuple[object, ...]:
-    capture, captured = job.spec.capture, job.captured
-    # The draft vocabulary of top-k logits is counted over all answers.
-    counted = job.spec.data.max_conversations if capture.final_state == "topk" else None
-    return (capture.aux_layers, set(captured.families), set(captured.init_from), captured.aux_layers,
-            capture.final_state, capture.final_top_k, capture.draft_vocab_size, capture.max_length, counted)
-
-
-def _has_regenerated(job: Job) -> bool:
-    return any(one.type == "Regenerated" and one.status == "True" for one in job.status.conditions)
+    modes = (job.spec.capture.mode, earlier.spec.capture.mode)
+    return "stream" not in modes and state_format(job) == state_format(earlier)
 
 
 def _generation(spec: JobSpec) -> tuple[object, ...]:
@@ -67,7 +66,3 @@ def _generation(spec: JobSpec) -> tuple[object, ...]:
 def _prompts(spec: JobSpec) -> tuple[object, ...]:
     data = spec.data.model_copy(update={"mix": None, "max_conversations": 1})
     return data, spec.regenerate.turns, {suite.path for suite in spec.benchmark.suites}
-
-
-def _sources(spec: JobSpec) -> set[str]:
-    return {source.path for source in spec.data.sources}

@@ -61,9 +61,9 @@ def draw_rows(sources: Sequence[str], rows: Sequence[int], mix: Mapping[str, flo
         of_source.setdefault(sources[row], []).append(row)
     drawn: list[int] = []
     for name, quota in quotas(mix, size).items():
-        found = sorted(of_source.get(name, ()), key=lambda row: (order[row], row))
-        assert len(found) >= quota, (name, len(found), quota)
-        drawn += found[:quota]
+        ordered = sorted(of_source.get(name, ()), key=lambda row: (order[row], row))
+        assert len(ordered) >= quota, (name, len(ordered), quota)
+        drawn += ordered[:quota]
     return sorted(drawn)
 
 

@@ -207,12 +207,12 @@ def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, .
     require_mtp_architecture(config)
     text = config.get("text_config")
     num_layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
-    found = tuple(name for name in names if _BY_NAME.match(name) or (
+    tensors = tuple(name for name in names if _BY_NAME.match(name) or (
         isinstance(num_layers, int) and (layer := _BY_NUMBER.match(name)) and int(layer[1]) >= num_layers))
-    if not found:
+    if not tensors:
         raise UnsupportedTarget("rivals: nextn: the target's checkpoint has no MTP layers",
                                 "leave the rival out, or use a checkpoint that was published with its MTP layers")
-    return found
+    return tensors
 
 
 def require_mtp_architecture(config: Mapping[str, Any]) -> None:

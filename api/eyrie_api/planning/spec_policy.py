@@ -33,8 +33,17 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
     """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
     home = settings.home.resolve()
     for field, text in _paths(spec):
+        if text.startswith(S3):
+            # By parts: team-a/x is below team-a, and team-abc is not.
+            wanted = text.removeprefix(S3).split("/")
+            allowed = [prefix.strip().strip("/").split("/")
+                       for prefix in (settings.data_buckets or "").split(",") if prefix.strip()]
+            if ".." in wanted or not any(wanted[:len(parts)] == parts for parts in allowed):
+                raise InvalidInput(f"{field} {text} is not of a bucket that jobs of projects may read",
+                                   "ask an administrator to add its bucket/prefix to EYRIE_DATA_BUCKETS")
+            continue
         if is_remote(text):
-            _check_url(field, text, settings)
+            _check_host(field, text, "give a public address of the data")
             continue
         path = Path(text).expanduser()
         if path.is_absolute() or path.exists():
@@ -43,48 +52,31 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
     if variable is not None and (variable.startswith(_NOT_FOR_JOBS) or not variable.endswith("_API_KEY")):
         raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
                            "keys for endpoints are in variables that end with _API_KEY")
-    for field, url in _urls(spec):
-        host = _host(url)
-        if host in _METADATA or not _may_be_asked(host):
-            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give the endpoint's address")
+    urls = [(f"regenerate.endpoints[{number}]", url) for number, url in enumerate(spec.regenerate.endpoints)]
+    if spec.regenerate.base_url is not None:
+        urls.insert(0, ("regenerate.base_url", spec.regenerate.base_url))
+    for field, url in urls:
+        host = _check_host(field, url, "give the endpoint's address")
         if variable is not None and (variable, host) not in credential_hosts(settings):
             raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
                                f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
 
 
-def _check_url(field: str, url: str, settings: Settings) -> None:
-    if not url.startswith(S3):
-        host = _host(url)
-        if host in _METADATA or not _may_be_asked(host):
-            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give a public address of the data")
-        return
-    # By parts: team-a/x is below team-a, and team-abc is not.
-    wanted = url.removeprefix(S3).split("/")
-    allowed = [one.strip().strip("/").split("/") for one in (settings.data_buckets or "").split(",") if one.strip()]
-    if ".." in wanted or not any(wanted[:len(one)] == one for one in allowed):
-        raise InvalidInput(f"{field} {url} is not of a bucket that jobs of projects may read",
-                           "ask an administrator to add its bucket/prefix to EYRIE_DATA_BUCKETS")
-
-
 def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:
     """The pairs of EYRIE_CREDENTIAL_HOSTS: (variable, host)."""
-    pairs = (one.partition("=") for one in (settings.credential_hosts or "").split(","))
+    pairs = (pair.partition("=") for pair in (settings.credential_hosts or "").split(","))
     return frozenset((variable.strip(), host.strip().lower()) for variable, _, host in pairs)
 
 
-def _host(url: str) -> str:
-    """The host of a URL, in lower case; empty when it cannot be read."""
+def _check_host(field: str, url: str, hint: str) -> str:
+    """The host of a URL, in lower case. Raises InvalidInput for one that jobs may not send requests to."""
     try:
-        return (urlsplit(url).hostname or "").rstrip(".")
+        host = (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:  # an unclosed bracket
-        return ""
-
-
-def _urls(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    if spec.regenerate.base_url is not None:
-        yield "regenerate.base_url", spec.regenerate.base_url
-    for number, url in enumerate(spec.regenerate.endpoints):
-        yield f"regenerate.endpoints[{number}]", url
+        host = ""
+    if host in _METADATA or not _may_be_asked(host):
+        raise InvalidInput(f"{field} names {host}, which jobs may not ask", hint)
+    return host
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -106,7 +98,7 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _check_path(field: str, path: Path, home: Path, is_mine: IsMine) -> None:
-    if any(path.is_relative_to(one) for one in _SYSTEM if not home.is_relative_to(one)):
+    if any(path.is_relative_to(directory) for directory in _SYSTEM if not home.is_relative_to(directory)):
         raise InvalidInput(f"{field} {path} is a file of the system", "give a model or data meant for jobs")
     if home.is_relative_to(path):
         raise InvalidInput(f"{field} {path} holds Eyrie's own directory", "name the file or directory that is meant")

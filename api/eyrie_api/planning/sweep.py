@@ -71,7 +71,10 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     """
     sweep = spec.sweep
     _check_axes(sweep.axes)
-    _check_families(spec)
+    if len(set(sweep.families)) < len(sweep.families):
+        raise InvalidInput(f"sweep.families {list(sweep.families)} name a family twice", "give each family once")
+    if sweep.families and any(axis.field == "drafter.family" for axis in sweep.axes):
+        raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
     size = max(1, len(sweep.families)) * (sweep.random or prod(len(axis.values) for axis in sweep.axes))
     if size > sweep.max_candidates:
         of = "sweep.axes make" if sweep.random is None else f"sweep.random {sweep.random} makes"
@@ -83,8 +86,15 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     candidates = _candidates(spec, points, "") if not sweep.families else tuple(
         candidate for family in sweep.families for candidate in _candidates(spec.model_copy(update={
             "drafter": spec.drafter.model_copy(update={"family": family})}), points, family))
-    if sweep.random is None:
-        _check_mixes_differ(sweep.axes)
+    # Of the grid every value is now that of a valid candidate.
+    mixes = [mix for axis in sweep.axes if axis.field == MIX_AXIS and sweep.random is None for mix in axis.values]
+    seen: dict[str, JsonValue] = {}
+    for mix in mixes:
+        key = repr(sorted(shares(_MIX.validate_python(mix)).items()))
+        if key in seen:
+            raise InvalidInput(f"sweep axis {MIX_AXIS!r} has {seen[key]} and {mix}, which are the same shares",
+                               "give each mix once: shares are relative to one another")
+        seen[key] = mix
     return candidates
 
 
@@ -99,14 +109,6 @@ def _words(value: JsonValue) -> str:
     if isinstance(value, list):
         return ", ".join(map(_words, value))
     return format(value, "g") if isinstance(value, float) else str(value)
-
-
-def _check_families(spec: JobSpec) -> None:
-    families = spec.sweep.families
-    if len(set(families)) < len(families):
-        raise InvalidInput(f"sweep.families {list(families)} name a family twice", "give each family once")
-    if families and any(axis.field == "drafter.family" for axis in spec.sweep.axes):
-        raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
 
 
 def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
@@ -154,8 +156,7 @@ def _takes(axis: SweepAxis) -> type | None:
 def _candidates(spec: JobSpec, points: Sequence[Point], prefix: str) -> tuple[Candidate, ...]:
     if not spec.sweep.axes:
         return (Candidate(name=prefix or ONLY_CANDIDATE, drafter=spec.drafter, train=spec.train, mix=spec.data.mix),)
-    return tuple(_candidate(spec, spec.sweep.axes, point, number, prefix)
-                 for number, point in enumerate(points, start=1))
+    return tuple(_candidate(spec, point, number, prefix) for number, point in enumerate(points, start=1))
 
 
 def _check_axes(axes: Sequence[SweepAxis]) -> None:
@@ -171,57 +172,38 @@ def _check_axes(axes: Sequence[SweepAxis]) -> None:
         if axis.field == MIX_AXIS and None in axis.values:
             raise InvalidInput(f"sweep.axes[{number}].values of {axis.field!r} contain null, the mix of no candidate",
                                "give shares by source; candidates are compared on the same number of rows")
-        if axis.is_range:
-            _check_range(axis, number)
+        if axis.is_range and _takes(axis) is None:
+            raise InvalidInput(f"sweep.axes[{number}] is a range of {axis.field!r}, which takes no numbers",
+                               "list its values")
+        if axis.is_range and _takes(axis) is int and not all(
+                end is not None and end.is_integer() for end in (axis.low, axis.high)):
+            raise InvalidInput(f"sweep.axes[{number}]: low {axis.low} and high {axis.high} of {axis.field!r}, which "
+                               "takes whole numbers", "give whole numbers")
     doubled = [name for name, count in Counter(axis.field for axis in axes).items() if count > 1]
     if doubled:
         raise InvalidInput(f"sweep.axes name {doubled[0]!r} more than once", "put all its values on one axis")
 
 
-def _check_mixes_differ(axes: Sequence[SweepAxis]) -> None:
-    """Of axes whose every value is that of a valid candidate."""
-    seen: dict[str, JsonValue] = {}
-    for value in (value for axis in axes if axis.field == MIX_AXIS for value in axis.values):
-        key = repr(sorted(shares(_MIX.validate_python(value)).items()))
-        if key in seen:
-            raise InvalidInput(f"sweep axis {MIX_AXIS!r} has {seen[key]} and {value}, which are the same shares",
-                               "give each mix once: shares are relative to one another")
-        seen[key] = value
-
-
-def _check_range(axis: SweepAxis, number: int) -> None:
-    takes = _takes(axis)
-    if takes is None:
-        raise InvalidInput(f"sweep.axes[{number}] is a range of {axis.field!r}, which takes no numbers",
-                           "list its values")
-    if takes is int and not all(end is not None and end.is_integer() for end in (axis.low, axis.high)):
-        raise InvalidInput(f"sweep.axes[{number}]: low {axis.low} and high {axis.high} of {axis.field!r}, which takes "
-                           "whole numbers", "give whole numbers")
-
-
-def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int,
-               prefix: str) -> Candidate:
+def _candidate(spec: JobSpec, point: Point, number: int, prefix: str) -> Candidate:
     wanted = spec.model_dump(mode="json")
-    for axis, value in zip(axes, values, strict=True):
-        section, _, field = axis.field.partition(".")
+    values = {axis.field: value for axis, value in zip(spec.sweep.axes, point, strict=True)}
+    parts = [prefix, f"c{number}"]
+    for path, value in values.items():
+        section, _, field = path.partition(".")
         wanted[section][field] = value
+        parts += [_SHORT.get(field, field.replace("_", "-")), _label(value)]
     try:
         changed = JobSpec.model_validate(wanted)
     except ValidationError as error:
         first = error.errors()[0]
-        settings = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
+        settings = ", ".join(f"{path} = {value!r}" for path, value in values.items())
         where = ".".join(map(str, first["loc"])) or "spec"
         raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: {where}: "
                            f"{rule_of(first)}",
                            "change the axis value, or the field it collides with") from error
-    parts = [prefix, f"c{number}"]
-    for axis, value in zip(axes, values, strict=True):
-        field = axis.field.partition(".")[2]
-        parts += [_SHORT.get(field, field.replace("_", "-")), _label(value)]
     # The candidate's number makes the name unique, so the rest may be truncated.
     name = "-".join(part for part in parts if part)[:_MAX_NAME].rstrip("-")
-    return Candidate(name=name, axes={axis.field: value for axis, value in zip(axes, values, strict=True)},
-                     drafter=changed.drafter, train=changed.train, mix=changed.data.mix)
+    return Candidate(name=name, axes=values, drafter=changed.drafter, train=changed.train, mix=changed.data.mix)
 
 
 def _label(value: JsonValue) -> str:
@@ -243,7 +225,7 @@ def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int, *, on_clu
     num_gpus    of one training.
     on_cluster  whether other machines could train other candidates.
 
-    One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
+    One program costs less in total; separate runs finish sooner if there is hardware for all of them at once.
     `auto` assumes that a cluster seldom has that many idle machines of at most one GPU; a job with several GPUs or
     nodes per training trains its candidates separately there. On one machine the program divides the candidates among
     the GPUs, unless there are fewer candidates than GPUs: then each candidate in turn is trained on all of them.

@@ -37,7 +37,16 @@ def check_config(data: Mapping[str, Any]) -> None:
         raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
     _check_unquantised(data)
     check_sizes(data, "intermediate_size")
-    _check_rope(data, family)
+    scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
+    if family == "olmo3":
+        sliding, full = olmo3_ropes(scaling)
+        _check_rope_type(sliding, ("default",))
+        _check_rope_type(full, _ROPE_TYPES)
+    else:
+        # transformers takes any scaling of Phi-3 for longrope, whose factors depend on the length of the text.
+        _check_rope_type(scaling, ("default",) if family == "phi3" else _ROPE_TYPES)
     rotary_size(data)
     layer_types(data)
     unrotated_layers(data)
@@ -86,8 +95,9 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: Engin
     """
     if wanted == "sglang":
         return wanted
-    loadable = fits_device and data.get("quantization_config") is None
-    if wanted == "auto" and engine == "sglang" and not streams and not loadable and _captured_by_sglang(data):
+    loadable, named = fits_device and data.get("quantization_config") is None, data.get("architectures")
+    is_captured = isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
+    if wanted == "auto" and engine == "sglang" and not streams and not loadable and is_captured:
         return "sglang"
     _check_unquantised(data)
     if wanted == "transformers":
@@ -97,11 +107,6 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: Engin
     if wanted == "reference":
         check_config(data)
     return "transformers"
-
-
-def _captured_by_sglang(data: Mapping[str, Any]) -> bool:
-    named = data.get("architectures")
-    return isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
 
 
 def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,19 +120,6 @@ def logit_transform(text: Mapping[str, Any]) -> tuple[float, float | None]:
     scale = float(text.get("logit_scale") or 1.0) / float(text.get("logits_scaling") or 1.0)
     soft_cap = text.get("final_logit_softcapping")
     return scale, float(soft_cap) if soft_cap else None
-
-
-def _check_rope(data: Mapping[str, Any], family: str) -> None:
-    scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
-    if family != "olmo3":
-        # transformers takes any scaling of Phi-3 for longrope, whose factors depend on the length of the text.
-        _check_rope_type(scaling, ("default",) if family == "phi3" else _ROPE_TYPES)
-        return
-    sliding, full = olmo3_ropes(scaling)
-    _check_rope_type(sliding, ("default",))
-    _check_rope_type(full, _ROPE_TYPES)
 
 
 def olmo3_ropes(scaling: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -114,12 +114,11 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
     if not known:
         return
     for name, shape in wanted.items():
-        found = stored.get(name)
-        if found is None:
+        if name not in stored:
             raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
                                     _SAVE)
-        if found.shape != shape:
-            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(found.shape)}, config.json "
+        if stored[name].shape != shape:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(stored[name].shape)}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")
     others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
               and not (facts.tie_word_embeddings and name == "lm_head.weight")]
@@ -182,9 +181,16 @@ def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str,
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     index = directory / INDEX
     if not index.exists():
-        if not (directory / SINGLE).exists():
-            raise _without_safetensors(directory)
-        return read_header(directory / SINGLE)
+        if (directory / SINGLE).exists():
+            return read_header(directory / SINGLE)
+        others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
+                        for file in directory.glob(pattern))
+        if others:
+            raise UnsupportedTarget(
+                f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
+                "save the model with save_pretrained(..., safe_serialization=True)")
+        raise UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
+                                "copy the weight files next to its config.json")
     listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
         raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
@@ -214,34 +220,20 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
     files nor config.json say: an estimate for an unknown architecture may be too high."""
     if computed_by_reference(config):
         return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
-    stored = _stored_bytes(directory)
+    index, stored = directory / INDEX, None
+    listed = read_object(index) if index.is_file() else {}
+    if weights_are_here(directory):
+        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
+        stored = sum((directory / str(name)).stat().st_size for name in names)
+    else:  # what the index says of files that are not here
+        described = listed.get("metadata")
+        total = described.get("total_size") if isinstance(described, dict) else None
+        if isinstance(total, int | float) and total > 0:
+            stored = int(total)
     if stored is None or config.get("quantization_config") is not None:
         return stored
     element = ELEMENT_BYTES.get(facts.dtype or "")
     return None if element is None else stored * ELEMENT_BYTES[dtype] // element
-
-
-def _stored_bytes(directory: Path) -> int | None:
-    """Of all weight files: their own sizes, or what the index says of files that are not here."""
-    index = directory / INDEX
-    listed = read_object(index) if index.is_file() else {}
-    if weights_are_here(directory):
-        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
-        return sum((directory / str(name)).stat().st_size for name in names)
-    described = listed.get("metadata")
-    total = described.get("total_size") if isinstance(described, dict) else None
-    return int(total) if isinstance(total, int | float) and total > 0 else None
-
-
-def _without_safetensors(directory: Path) -> UnsupportedTarget:
-    others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf", "*.safetensors", "*.h5")
-                    for file in directory.glob(pattern))
-    if others:
-        return UnsupportedTarget(
-            f"target directory {directory} has neither {SINGLE} nor its index, only {', '.join(others[:3])}",
-            "save the model with save_pretrained(..., safe_serialization=True)")
-    return UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
-                             "copy the weight files next to its config.json")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -114,8 +114,6 @@ class TrainedDrafter:
 
 @dataclass(frozen=True)
 class StepSetting:
-    """How a step is computed."""
-
     compute_bytes: int = 2
     """Of an element of the matrix products: 2 in bfloat16, 4 in float32."""
 
@@ -150,12 +148,10 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """Of all components."""
         return sum(self.components.values())
 
     @property
     def largest(self) -> str:
-        """The component with the most bytes."""
         return max(self.components, key=lambda name: self.components[name])
 
 
@@ -181,44 +177,47 @@ def eagle3_flops(drafter: TrainedDrafter, work: StepWork) -> int:
 def step_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> StepBytes:
     """The need of one step of an EAGLE-3 drafter on one rank, at the moment of most memory."""
     part = work.part(setting.num_parts)
-    held = _always(drafter, setting) | _shared(drafter, work, setting) | _sums_over_parts(drafter, work, setting)
-    teacher = {"teacher table": _teacher_bytes(drafter, work, setting)}
-    projections = _projections(drafter, work, setting)
+    held = _always(drafter, setting) | _shared(drafter, work, setting)
+    if setting.num_parts > 1:  # gradients of the shared projections and weights are summed over parts in float32
+        held["sums over parts"] = _WIDE * (work.tokens * sum(_shared_widths(drafter)) + _unrolled_weights(drafter))
+    row = drafter.sizes.output_vocab_size * _WIDE if setting.top_k is None else setting.top_k * (_INDEX + 2)
+    teacher = {"teacher table": work.teacher_rows * (row + _WIDE + _INDEX + 1)}
+    # The token's share of q, k, v and those of step 0, until every root has gathered its rows.
+    projections = {"projections by token": work.tokens * setting.compute_bytes * 2 * (
+        drafter.query_width + 2 * drafter.key_width)}
     between = projections | teacher if setting.num_parts > 1 else {}  # later parts read both again
+    # In the MLP of the last step q, k and v of every later step still exist, and the states are not joined yet.
+    hidden, narrow = drafter.sizes.target.hidden_size, setting.compute_bytes
+    kept = sum(alive * (_kept(drafter, step, setting) - hidden * _WIDE) for step, alive in enumerate(part.alive))
+    own = (part.predictions - part.alive[0]) * (drafter.query_width + 3 * drafter.key_width) * narrow
     moments = {
-        "unroll": held | projections | teacher | _at_unroll(drafter, part, setting),
+        "unroll": held | projections | teacher | {
+            "activations": kept, "own keys and values": own,
+            "step": part.alive[-1] * (drafter.inner + hidden) * narrow},
         "loss": held | between | teacher | _at_loss(drafter, work, part, setting),
         "backward": held | between | _at_backward(drafter, work, part, setting),
         "update": _always(drafter, setting) | {"gradients": _WIDE * drafter.parameters}}
-    found = (StepBytes(moment, {name: size for name, size in components.items() if size})
+    needs = (StepBytes(moment, {name: size for name, size in components.items() if size})
              for moment, components in moments.items())
-    return max(found, key=lambda one: one.total)
+    return max(needs, key=lambda need: need.total)
 
 
 def _always(drafter: TrainedDrafter, setting: StepSetting) -> dict[str, int]:
     """What exists before and after every step."""
+    hidden, q, kv, inner = (drafter.sizes.target.hidden_size, drafter.query_width, drafter.key_width, drafter.inner)
+    # Without norms. Whole parameters are distributed, the largest first, each to the rank with the fewest elements
+    # (torch's ZeroRedundancyOptimizer): counted are the moments of the fullest rank.
+    loads = [0] * setting.num_ranks
+    for size in sorted((drafter.sizes.num_aux_layers * hidden**2, 2 * hidden * q, 2 * hidden * kv, 2 * hidden * kv,
+                        q * hidden, hidden * inner, hidden * inner, hidden * inner,
+                        drafter.sizes.output_vocab_size * hidden), reverse=True):
+        loads[loads.index(min(loads))] += size
     matrices = 1 if drafter.tied else 2
     return {"parameters": _WIDE * drafter.parameters,
-            "moments": 2 * _WIDE * _owned_parameters(drafter, setting.num_ranks),
+            "moments": 2 * _WIDE * max(loads),
             "target embedding and head": matrices * drafter.vocab_size * drafter.sizes.target.hidden_size
                                          * setting.target_bytes,
             "gradients": _WIDE * drafter.parameters if setting.accumulating else 0}
-
-
-def _owned_parameters(drafter: TrainedDrafter, num_ranks: int) -> int:
-    """Elements of the parameters whose moments the fullest rank keeps. Whole parameters are distributed, the largest
-    first, each to the rank with the fewest elements (torch's ZeroRedundancyOptimizer)."""
-    loads = [0] * num_ranks
-    for size in sorted(_matrices(drafter), reverse=True):
-        loads[loads.index(min(loads))] += size
-    return max(loads)
-
-
-def _matrices(drafter: TrainedDrafter) -> tuple[int, ...]:
-    """Elements of each matrix of an EAGLE-3 drafter; norms are left out."""
-    hidden, q, kv, inner = (drafter.sizes.target.hidden_size, drafter.query_width, drafter.key_width, drafter.inner)
-    return (drafter.sizes.num_aux_layers * hidden**2, 2 * hidden * q, 2 * hidden * kv, 2 * hidden * kv, q * hidden,
-            hidden * inner, hidden * inner, hidden * inner, drafter.sizes.output_vocab_size * hidden)
 
 
 def _shared(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> dict[str, int]:
@@ -239,12 +238,6 @@ def _shared(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> di
             "shared projections": work.tokens * (row + copies)}
 
 
-def _projections(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> dict[str, int]:
-    """The token's share of q, k, v and those of step 0, until every root has gathered its rows."""
-    row = 2 * (drafter.query_width + 2 * drafter.key_width) * setting.compute_bytes
-    return {"projections by token": work.tokens * row}
-
-
 def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     """What one root's step keeps for the backward pass: the residual stream before and after attention, [g u] of the
     MLP, rotated queries, attention's result and its log-sum-exp; the residual stream normed for the output matrix,
@@ -255,19 +248,6 @@ def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     own = 2 * kv * step * b  # those of earlier steps are stacked again at each step
     gated = 0 if setting.recompute else 2 * drafter.inner * b
     return wide + 2 * q * b + gated + own
-
-
-def _teacher_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> int:
-    row = drafter.sizes.output_vocab_size * _WIDE if setting.top_k is None else setting.top_k * (_INDEX + 2)
-    return work.teacher_rows * (row + _WIDE + _INDEX + 1)
-
-
-def _at_unroll(drafter: TrainedDrafter, part: StepWork, setting: StepSetting) -> dict[str, int]:
-    """In the MLP of the last step: q, k and v of every later step still exist, the states are not joined yet."""
-    hidden, b, last = drafter.sizes.target.hidden_size, setting.compute_bytes, part.alive[-1]
-    kept = sum(alive * (_kept(drafter, step, setting) - hidden * _WIDE) for step, alive in enumerate(part.alive))
-    own = (part.predictions - part.alive[0]) * (drafter.query_width + 3 * drafter.key_width) * b
-    return {"activations": kept, "own keys and values": own, "step": last * (drafter.inner + hidden) * b}
 
 
 def _at_loss(drafter: TrainedDrafter, work: StepWork, part: StepWork, setting: StepSetting) -> dict[str, int]:
@@ -296,18 +276,11 @@ def _shared_widths(drafter: TrainedDrafter) -> tuple[int, int]:
     return drafter.sizes.target.hidden_size, 2 * drafter.query_width + 4 * drafter.key_width
 
 
-def _sums_over_parts(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> dict[str, int]:
-    """Gradients of the shared projections and weights, summed over parts in float32."""
-    if setting.num_parts == 1:
-        return {}
-    return {"sums over parts": _WIDE * (work.tokens * sum(_shared_widths(drafter)) + _unrolled_weights(drafter))}
-
-
 def _at_backward(drafter: TrainedDrafter, work: StepWork, part: StepWork, setting: StepSetting) -> dict[str, int]:
     """In the backward pass of the MLP of the step at which most is allocated."""
     b, hidden, inner = setting.compute_bytes, drafter.sizes.target.hidden_size, drafter.inner
     wide, narrow = _shared_widths(drafter)
-    found: list[dict[str, int]] = []
+    steps: list[dict[str, int]] = []
     kept = 0
     for step, alive in enumerate(part.alive):
         kept += alive * (_kept(drafter, step, setting) - 2 * hidden * _WIDE)  # the normed states are freed
@@ -316,10 +289,10 @@ def _at_backward(drafter: TrainedDrafter, work: StepWork, part: StepWork, settin
         fresh = 3 * hidden * inner * b
         sums = _unrolled_weights(drafter) * b + work.tokens * (wide * _WIDE + narrow * b)
         last = step == len(part.alive) - 1
-        found.append({"activations": kept, "states' gradients": part.predictions * hidden * _WIDE,
+        steps.append({"activations": kept, "states' gradients": part.predictions * hidden * _WIDE,
                       "gradients of activations": alive * width,
                       "gradients of a part": fresh + (0 if last and step else sums)})
-    return max(found, key=lambda one: sum(one.values()))
+    return max(steps, key=lambda components: sum(components.values()))
 
 
 # --- what fits -----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def named_gb(gpu_type: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class TrainingOnGpus:
-    """A training as far as its memory depends on it; `train` as `with_tokens` returns it."""
+    """What the memory of a training run depends on; `train` as `with_tokens` returns it."""
 
     drafter: TrainedDrafter
     train: TrainSpec

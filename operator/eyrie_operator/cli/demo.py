@@ -7,7 +7,6 @@ why. The endpoint keeps running; `stop` stops everything. """
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
-from eyrie_api.contract.figures import Figure
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.regeneration import RegenerateSpec
@@ -109,7 +107,9 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         verdict(job)
         serve = EndpointServeSpec(**dict(job.spec.serve), engine=job.spec.engine)
         endpoint = wait_serving(client, job, serve.healthy_within_s + _SERVING_S)
-        plots = draw(home, figures_of_job(client, job.id))
+        figures = figures_of_job(client, job.id)
+        write_figures(figures, home / "plots", "svg", "light")
+        plots = write_figures(figures, home / "plots", "png", "light")
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
     reply = None
@@ -119,7 +119,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
     if screen.as_json:
         screen.show(report, "")
         return
-    final = next((one.report.final for one in manifests if isinstance(one.report, TuneReport)), None)
+    final = next((manifest.report.final for manifest in manifests if isinstance(manifest.report, TuneReport)), None)
     screen.out.print(Group(Text(), closing(report, final, reply), Text(), where(report, plots, home)))
     if report["endpoint"]:
         # Outside of any table and unwrapped, so that it can be copied.
@@ -176,12 +176,6 @@ def write_report(home: Path, job_id: str) -> dict[str, Any]:
     return report
 
 
-def draw(home: Path, figures: Sequence[Figure]) -> list[Path]:
-    """Write the job's figures as SVG and PNG; returns the PNG files. Raises NoPlotLibrary."""
-    write_figures(figures, home / "plots", "svg", "light")
-    return write_figures(figures, home / "plots", "png", "light")
-
-
 def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:
     """The result of the job, for readers without prior knowledge. Pure.
 
@@ -200,7 +194,12 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
         return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
                      Text("The target serves without a drafter, since none is faster."), *by_suite, *proven,
                      *tried)
-    speedup = promoted["speedup"]
+    speedup, cells = promoted["speedup"], [] if final is None else final.cells
+    # How many answers equal the undrafted engine's, by kind of sampling.
+    kinds = {"greedy": [cell for cell in cells if cell.temperature == 0.0],
+             "sampled": [cell for cell in cells if cell.temperature > 0.0]}
+    identical = [f"{sum(cell.identical for cell in those)} of {sum(cell.prompts for cell in those)} {kind}"
+                 for kind, those in kinds.items() if those]
     same = all(identical for identical in promoted["identical"].values() if identical is not None)
     parts: list[RenderableType] = [
         Text.assemble(("Faster, with the same output. " if same else "Faster, but not with the same output. ",
@@ -211,7 +210,8 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
             ("speed-up", ", ".join(f"{times(ratio)} {kind}" for kind, ratio in speedup.items() if ratio is not None)
              + ", against the same engine without a drafter "
              f"({promoted['baseline_tokens_per_s']:.0f} tok/s on the same prompts)"),
-            ("same output", identical_words(final)),
+            ("same output", f"{' and '.join(identical)} answers identical, token by token" if identical else
+             "not measured"),
             ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
              f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
              "draft tokens, mean over suites and temperatures"),
@@ -231,23 +231,9 @@ def baseline_words(baseline: dict[str, Any]) -> str:
             f"{baseline['prompts']} prompts, greedy, in turn")
 
 
-def identical_words(final: BenchmarkReport | None) -> str:
-    """How many answers equal the undrafted engine's, by kind of sampling. Pure."""
-    if final is None:
-        return "not measured"
-    words = []
-    for kind, cells in (("greedy", [cell for cell in final.cells if cell.temperature == 0.0]),
-                        ("sampled", [cell for cell in final.cells if cell.temperature > 0.0])):
-        if cells:
-            words.append(f"{sum(cell.identical for cell in cells)} of {sum(cell.prompts for cell in cells)} {kind}")
-    return f"{' and '.join(words)} answers identical, token by token"
-
-
 def suites_table(final: BenchmarkReport) -> list[RenderableType]:
     """The tuned drafter by suite and temperature. Pure."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL"):
-        table.add_column(column, justify="left" if column == "SUITE" else "right")
+    table = _table("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL")
     for cell in final.cells:
         table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}",
                       f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
@@ -263,17 +249,15 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
         return []
     if proof["parity"] is None:
         return [Text(), Text(f"Not measured in the serving engine: {proof['skipped']}")]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)"):
-        table.add_column(column, justify="left" if column == "USERS" else "right")
-    rows = [(f"{one['users']:g} at once" if one["users"] > 1 else "1", one) for one in proof["loads"]]
-    rows += [(f"{one['users']:g}, another system prompt", one) for one in proof["changed_prompt"]]
-    for asked, one in rows:
-        low, high = one["speedup_interval"]
-        table.add_row(asked if one["variant"] == "candidate" else f"{asked}, {one['variant']}",
-                      f"{times(one['speedup'])} ({low:.2f}-{high:.2f})",
-                      f"{one['tokens_per_s']:.0f} ({one['off_tokens_per_s']:.0f})",
-                      f"{milliseconds(one['ttft_p99_s'])} ({milliseconds(one['off_ttft_p99_s'])})")
+    table = _table("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)")
+    rows = [(f"{load['users']:g} at once" if load["users"] > 1 else "1", load) for load in proof["loads"]]
+    rows += [(f"{load['users']:g}, another system prompt", load) for load in proof["changed_prompt"]]
+    for users, load in rows:
+        low, high = load["speedup_interval"]
+        table.add_row(users if load["variant"] == "candidate" else f"{users}, {load['variant']}",
+                      f"{times(load['speedup'])} ({low:.2f}-{high:.2f})",
+                      f"{load['tokens_per_s']:.0f} ({load['off_tokens_per_s']:.0f})",
+                      f"{milliseconds(load['ttft_p99_s'])} ({milliseconds(load['off_ttft_p99_s'])})")
     parity = proof["parity"]
     holds = "serves what was trained" if parity["passed"] else "does NOT serve what was trained"
     tau = parity["reference_tau"]
@@ -282,6 +266,13 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
     return [Text(), Text(
         f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
         f"with the drafter, tau is {parity['tau']:.2f} there{reference}. Under load, greedy, at {setting}:"), table]
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(first, box=None, pad_edge=False, header_style="bold")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def milliseconds(seconds: float | None) -> str:

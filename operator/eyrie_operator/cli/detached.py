@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -49,7 +48,7 @@ def claim(home: Path, url: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # Without a holder that says who it is, somebody looks (`running_plane`) or a killed one is ending.
+                # Without a record of the holder, a call of `running_plane` has the lock, or a killed process is ending.
                 other = running_plane(home)
                 if other is not None or time.monotonic() > until:
                     raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),
@@ -90,15 +89,13 @@ def start_detached(settings: Settings) -> RunningPlane:
 
 def check_port(host: str, port: int) -> None:
     """Raises PortInUse when a process listens there: before the start, so that the error is not only in a log."""
-    if port == 0:
-        return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            raise PortInUse(f"port {port} on {host} is in use", "eyrie up --port <another>, or stop the process there "
-                            "(if it is ours: eyrie down)") from None
+    from eyrie_operator.embedded.gateway import bind  # with a web server, which most commands do not need
+
+    try:
+        bind(host, port).close()
+    except PortInUse as error:
+        raise PortInUse(error.message, "eyrie up --port <another>, or stop the process there (if it is ours: eyrie "
+                        "down)") from None
 
 
 def is_ready(url: str) -> bool:

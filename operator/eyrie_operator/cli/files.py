@@ -77,7 +77,6 @@ def refusal(error: Mapping[str, Any]) -> EyrieError:
 
 
 def is_defective(document: Mapping[str, Any]) -> bool:
-    """Whether any finding is an error."""
     return any(finding["severity"] == "error" for finding in document["findings"])
 
 
@@ -90,7 +89,11 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
         if selected:
             plural = "s" if len(selected) > 1 else ""
             parts.append(Text(f"{len(selected)} {severity}{plural}", style=_STYLE[severity]))
-            parts += [_finding(finding) for finding in selected]
+            for finding in selected:
+                message = Text.assemble((f"{finding['code']}: ", _STYLE[severity]), printable(finding["what"]))
+                hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
+                parts.append(Group(Padding(message, (0, 0, 0, 2), expand=False),
+                                   Padding(hint, (0, 0, 0, 4), expand=False)))
     engines = " and ".join(f"{name} {version}" for name, version in document["engines"].items())
     target = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
     if not findings:
@@ -103,12 +106,6 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
         parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{target}, by the rules of "
                                                                    f"{engines}."))
     return Group(*parts)
-
-
-def _finding(finding: Mapping[str, Any]) -> RenderableType:
-    message = Text.assemble((f"{finding['code']}: ", _STYLE[finding["severity"]]), printable(finding["what"]))
-    hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
-    return Group(Padding(message, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))
 
 
 CARD_PROGRAM = "eyrie_workers.drafters.card"
@@ -124,7 +121,7 @@ class NotPublished(Permanent):
 
 def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
     """The named checkpoint; by default the tuned one, else the best that the job trained. Raises NotFound. Pure."""
-    measured = [one.checkpoint for one in report.benchmark if not one.rival]
+    measured = [benchmark.checkpoint for benchmark in report.benchmark if not benchmark.rival]
     if wanted is not None:
         if wanted not in measured:
             raise NotFound(f"job {report.job_id} has no measured checkpoint {wanted!r} of its own",
@@ -132,20 +129,10 @@ def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
         return wanted
     if report.tune is not None and report.tune.checkpoint in measured:
         return report.tune.checkpoint
-    best = next((one.checkpoint for one in report.leaderboard if one.checkpoint in measured), None)
+    best = next((entry.checkpoint for entry in report.leaderboard if entry.checkpoint in measured), None)
     if best is None:
         raise NotFound(f"job {report.job_id} has no measured checkpoint yet", "wait for its benchmark stage")
     return best
-
-
-def results_of(report: JobReport, checkpoint: str) -> dict[str, Any]:
-    """What was measured of a checkpoint, without what concerns the server alone. Pure."""
-    found: dict[str, Any] = {"benchmark": next(one for one in report.benchmark if one.checkpoint == checkpoint)}
-    if report.tune is not None and report.tune.checkpoint == checkpoint:
-        found |= {"tuned": report.tune.final, "operating_map": report.tune.map}
-        if report.prove is not None:
-            found["proof"] = report.prove
-    return {name: _public(value.model_dump(mode="json")) for name, value in found.items() if value is not None}
 
 
 def _public(value: Any) -> Any:
@@ -171,7 +158,13 @@ def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> s
                        "`eyrie storage` may have removed them: train again")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".publish-") as scratch:
-        results = results_of(report, name)
+        # What was measured of the checkpoint, without what concerns the server alone.
+        measured: dict[str, Any] = {
+            "benchmark": next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == name)}
+        if report.tune is not None and report.tune.checkpoint == name:
+            measured |= {"tuned": report.tune.final, "operating_map": report.tune.map, "proof": report.prove}
+        results = {part: _public(value.model_dump(mode="json"))
+                   for part, value in measured.items() if value is not None}
         for file in files:
             client.download(file, Path(scratch) / name)
         (Path(scratch) / RESULTS).write_text(json.dumps(results))

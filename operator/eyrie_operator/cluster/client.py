@@ -107,7 +107,8 @@ class Cluster:
                  labelled: str | None = None, fields: str | None = None) -> list[Object]:
         """All objects of a kind, page by page; `labelled` is a label selector, `fields` a field selector."""
         selectors = (("labelSelector", labelled), ("fieldSelector", fields))
-        return self._list(kind, path_of(api_version, kind, namespace), [one for one in selectors if one[1]])[0]
+        return self._list(kind, path_of(api_version, kind, namespace), [(name, text) for name, text in selectors if text
+                                                                        ])[0]
 
     def _list(self, kind: str, path: str, selectors: list[tuple[str, Any]]) -> tuple[list[Object], str]:
         """All objects, and the resourceVersion of the list."""
@@ -172,7 +173,6 @@ class Cluster:
                 yield change
 
     def is_reachable(self) -> bool:
-        """Whether the API server responds."""
         try:
             self._request("GET", "version", "/version")
         except EyrieError:
@@ -182,7 +182,7 @@ class Cluster:
     def list_apis(self) -> frozenset[str]:
         """`group/version` of the server's APIs, and `v1`. Every authenticated client may read them."""
         groups = self._request("GET", "APIGroupList", "/apis")["groups"]
-        return frozenset({"v1", *(version["groupVersion"] for one in groups for version in one["versions"])})
+        return frozenset({"v1", *(version["groupVersion"] for group in groups for version in group["versions"])})
 
     # Writing.
 
@@ -194,32 +194,24 @@ class Cluster:
         """Server-side apply. Raises ClusterConflict when another manager holds a field, unless forced."""
         metadata = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], metadata.get("namespace"), metadata["name"])
-        return self._apply(path, manifest, force=force)
+        return self._write("PATCH", manifest["kind"], path, manifest, _APPLY, force=force)
 
     def create(self, manifest: Mapping[str, Any]) -> Object:
         """Create it. Raises ClusterConflict when it exists."""
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         return self._write("POST", manifest["kind"], path, manifest, _JSON)
 
-    def replace(self, manifest: Mapping[str, Any]) -> Object:
-        """Replace the version it names. Raises ClusterConflict when there is a newer one."""
-        metadata = manifest["metadata"]
-        path = path_of(manifest["apiVersion"], manifest["kind"], metadata.get("namespace"), metadata["name"])
-        return self._write("PUT", manifest["kind"], path, manifest, _JSON)
-
     def merge(self, api_version: str, kind: str, namespace: str, name: str, body: Mapping[str, Any], *,
               field_manager: str = FIELD_MANAGER) -> Object:
-        """Merge patch."""
-        path = path_of(api_version, kind, namespace, name)
-        return self._write("PATCH", kind, path, body, _MERGE, [("fieldManager", field_manager)])
+        return self._write("PATCH", kind, path_of(api_version, kind, namespace, name), body, _MERGE, field_manager)
 
     def write_status(self, identity: Identity, status: Mapping[str, Any]) -> Object:
         """Apply the status of one of our resources, if the object has not changed since it was read."""
         manifest = {"apiVersion": API_VERSION, "kind": identity.kind, "status": status,
                     "metadata": {"name": identity.name, "namespace": identity.namespace,
                                  "resourceVersion": identity.resource_version}}
-        return self._apply(path_of(API_VERSION, identity.kind, identity.namespace, identity.name) + "/status", manifest,
-                           force=True)
+        path = path_of(API_VERSION, identity.kind, identity.namespace, identity.name) + "/status"
+        return self._write("PATCH", identity.kind, path, manifest, _APPLY, force=True)
 
     def annotate(self, identity: Identity, name: str, value: str | None) -> Object:
         """Set or remove an annotation of one of our resources."""
@@ -253,16 +245,14 @@ class Cluster:
 
     # Requests.
 
-    def _apply(self, path: str, manifest: Mapping[str, Any], *, force: bool) -> Object:
-        query = [("fieldManager", FIELD_MANAGER), ("force", "true" if force else "false")]
-        return self._write("PATCH", manifest["kind"], path, manifest, _APPLY, query)
-
     def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
-               query: list[tuple[str, Any]] | None = None) -> Object:
+               field_manager: str = FIELD_MANAGER, *, force: bool = False) -> Object:
         self._check()
         self._counted(verb, kind)
-        named = query or ([("fieldManager", FIELD_MANAGER)] if verb != "DELETE" else [])
-        return self._request(verb, kind, path, body, content_type, named)
+        query = [] if verb == "DELETE" else [("fieldManager", field_manager)]
+        if content_type == _APPLY:
+            query.append(("force", "true" if force else "false"))
+        return self._request(verb, kind, path, body, content_type, query)
 
     def _request(self, verb: str, kind: str, path: str, body: Mapping[str, Any] | None = None,
                  content_type: str | None = None, query: list[tuple[str, Any]] | None = None,
@@ -343,7 +333,10 @@ def _translated(kind: str, path: str) -> Iterator[None]:
     try:
         yield
     except DynamicApiError as error:
-        said = _message(error)
+        try:
+            said = str(json.loads(error.body)["message"])
+        except (ValueError, KeyError, TypeError):
+            said = str(error.reason)
         if error.status == 404:
             raise NotFound(f"{path}: {said}", "it may have been deleted") from None
         if error.status == 410:
@@ -357,10 +350,3 @@ def _translated(kind: str, path: str) -> Iterator[None]:
         raise ClusterRejected(f"{path}: {error.status} {said}", hint) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ClusterUnavailable(f"the API server cannot be reached: {type(error).__name__}") from None
-
-
-def _message(error: DynamicApiError) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error.reason)

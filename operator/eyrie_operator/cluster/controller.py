@@ -147,15 +147,15 @@ class Controller:
             for job_id in self._jobs.live():
                 self._keys_for(job_id)
         if self._endpoint_reconciler is not None:
-            self._endpoint_reconciler.discover()
+            self._endpoint_reconciler.cache.discover()  # an API may have been installed since
             for endpoint in self._endpoints.list().items:
                 self.queue.add(("Endpoint", "", endpoint.name))
         # Delete the rows of waiting objects that were deleted while no operator watched. Those of existing objects are
         # corrected by their reconciliation.
-        unseen = [one for one in self._waiting.all() if ("DrafterJob", one.namespace, one.name) not in self._objects]
+        unseen = [row for row in self._waiting.all() if ("DrafterJob", row.namespace, row.name) not in self._objects]
         if unseen:
-            for one in orphaned(unseen, {each["metadata"]["uid"] for each in self._list_watched("DrafterJob")}):
-                self._waiting.remove(one)
+            for row in orphaned(unseen, {each["metadata"]["uid"] for each in self._list_watched("DrafterJob")}):
+                self._waiting.remove(row)
 
     def poll(self) -> None:
         """Enqueue the objects of rows that changed since the last poll."""
@@ -332,8 +332,8 @@ class Controller:
             existing = None
             serve = None if row is None else self._endpoints.serving(row.name).serve
             if self._endpoint_reconciler is not None:
-                cache = self._endpoint_reconciler.cache
-                existing = EndpointObjects(cache.has_objects(key[2]), cache.owned_by(key[2], endpoint.identity.uid))
+                objects = self._endpoint_reconciler.cache.known(key[2])
+                existing = EndpointObjects.of(objects, endpoint.identity.uid)
             self._execute(key, endpoint, reconcile_endpoint(
                 endpoint, row, shown, self._clock(), taken_by, serve, existing))
             if self._endpoint_reconciler is not None:  # the owner of its objects may have changed
@@ -376,7 +376,7 @@ class Controller:
             return JobHistory(waiting=waiting)
         for endpoint in self._endpoints.list().items:
             serving = (endpoint.active_revision, endpoint.candidate_revision)
-            if any(one.job_id == job.id and one.number in serving for one in endpoint.revisions):
+            if any(revision.job_id == job.id and revision.number in serving for revision in endpoint.revisions):
                 return JobHistory(served_by=endpoint.name, waiting=waiting)
         return JobHistory(waiting=waiting)
 
@@ -400,7 +400,7 @@ class Controller:
                 try:
                     moved = self._execute_one(key, action, resource.identity) or moved
                 except (QuotaReached, PriorityClassRefused) as refusal:
-                    if isinstance(action, act.RetryJob) and isinstance(refusal, QuotaReached):
+                    if isinstance(action, act.ChangeJob) and isinstance(refusal, QuotaReached):
                         project = self._jobs.project_of(action.job_id)
                         self._execute(key, resource, self._wait(resource.identity, project, refusal))
                         return
@@ -441,12 +441,10 @@ class Controller:
             case act.RemoveWaiting():
                 self._waiting.remove(action.waiting)
                 return False
-            case act.CancelJob():
-                self._jobs.cancel(action.job_id)
-            case act.RetryJob():
-                self._jobs.retry(action.job_id)
-            case act.DeleteJob():
-                self._jobs.delete(action.job_id)
+            case act.ChangeJob():
+                changes: dict[str, Callable[[str], object]] = {
+                    "cancel": self._jobs.cancel, "retry": self._jobs.retry, "delete": self._jobs.delete}
+                changes[action.change](action.job_id)
             case act.CreateEndpoint():
                 self._endpoints.create(action.name, action.target, action.serve, action.model,
                                        self._project_at(identity.namespace), replicas_of(action.serve, self._profile),
@@ -517,8 +515,8 @@ class Controller:
     def _cache_object(self, key: Key, raw: Object) -> None:
         """Cache an object unless a newer version is cached. Race: responses to our writes arrive before older
         events."""
-        def version(one: Object) -> int:  # documented as comparable since Kubernetes 1.35; with etcd always an integer
-            text = str(one["metadata"].get("resourceVersion", "0"))
+        def version(each: Object) -> int:  # documented as comparable since Kubernetes 1.35; with etcd always an integer
+            text = str(each["metadata"].get("resourceVersion", "0"))
             return int(text) if text.isdigit() else 0
 
         known = self._objects.get(key)

@@ -78,8 +78,6 @@ class DrafterFound:
 
 
 class Drafters:
-    """The drafters of one installation."""
-
     def __init__(self, home: PurePosixPath, work: WorkArea | None, options: StoreOptions) -> None:
         self._home, self._work, self._options = home, work, options
         self._known: dict[str, DrafterFound] = {}
@@ -104,9 +102,9 @@ class Drafters:
         facts_needed  whether the command line depends on the drafter's config: SGLang's does, our engine reads the
                       directory itself
         """
-        found = self.find(directory)
-        if found.config is not None:
-            facts = read_drafter(directory, found.config)
+        content = self.find(directory)
+        if content.config is not None:
+            facts = read_drafter(directory, content.config)
         elif not facts_needed:
             facts = DrafterCheckpoint(directory, context_length=1)  # not read
         elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
@@ -116,7 +114,7 @@ class Drafters:
             raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
                                "say drafter.max_position_embeddings, or trains several families",
                                "mount the work volume into the operator's pod, or keep work in an artifact store")
-        return DrafterFiles(facts, found.stored, found.digest)
+        return DrafterFiles(facts, content.stored, content.digest)
 
     def _fetch(self, work: S3Work, stored: StoredDrafter) -> DrafterFound:
         options = self._options.model_copy(update={
@@ -124,7 +122,7 @@ class Drafters:
         store = open_store(work.url, options)
         name = f"{stored.prefix}/{MANIFEST}"
         manifest = parse_manifest(store.read(name), f"{name} in {store.url}")
-        inside = {one.path: one.sha256 for one in manifest.files if one.path.startswith(f"{stored.part}/")}
+        inside = {file.path: file.sha256 for file in manifest.files if file.path.startswith(f"{stored.part}/")}
         if f"{stored.part}/{CONFIG}" not in inside:
             raise ArtifactMissing(f"the manifest of {stored.prefix} in {store.url} lists no {stored.part}/{CONFIG}",
                                   "promote a drafter that is there")
@@ -172,17 +170,10 @@ _ENDING_S = 10.0
 
 
 class Deployments:
-    """Builds the deployments of one installation."""
-
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec) -> None:
         self._given, self._profile = given, profile
         self._work = given.placement.work or profile.stages.work
         self._drafters = Drafters(PurePosixPath(profile.home), self._work, settings.artifacts)
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of the endpoints' objects."""
-        return self._given.namespace
 
     def of(self, endpoint: Endpoint, serving: Serving, *, served: Collection[str],
            owner: Owner | None) -> EndpointDeployment:
@@ -194,7 +185,7 @@ class Deployments:
         engine = (self._embedded(endpoint, serving) if serve.engine.kind == "embedded" else
                   self._sglang(endpoint, serving, placement))
         if given.gateway is not None:
-            hostnames = tuple(one.replace("{endpoint}", endpoint.name) for one in given.gateway.hostnames)
+            hostnames = tuple(name.replace("{endpoint}", endpoint.name) for name in given.gateway.hostnames)
             given = given.model_copy(update={"gateway": given.gateway.model_copy(update={"hostnames": hostnames})})
         return EndpointDeployment(
             given, placement, engine, served=frozenset(served), replicas=serve.replicas or given.replicas,
@@ -264,11 +255,11 @@ class Deployments:
 
     def _checkpoint_from_card(self, model: str, commit: str | None, drafter_dir: str) -> TargetCheckpoint | None:
         try:
-            found = self._drafters.find(drafter_dir)
-            reach = read_drafter(drafter_dir, found.config).context_length if found.config is not None else None
+            content = self._drafters.find(drafter_dir)
+            reach = read_drafter(drafter_dir, content.config).context_length if content.config is not None else None
         except EyrieError:
             return None
-        about = (found.card or {}).get("target", {})
+        about = (content.card or {}).get("target", {})
         if reach is None or about.get("architecture") not in PLAIN_ATTENTION:
             return None
         return TargetCheckpoint(model=model, revision=commit, architecture=about["architecture"],

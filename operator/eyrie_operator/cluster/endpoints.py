@@ -53,7 +53,7 @@ from eyrie_operator.manifests.deployment import (
     Owner,
     Undeployable,
 )
-from eyrie_operator.manifests.objects import base_url, render_endpoint, revision_base_url
+from eyrie_operator.manifests.objects import base_url, render_endpoint
 from eyrie_operator.manifests.rollout import (
     WORKLOAD,
     RolloutState,
@@ -126,10 +126,6 @@ class EndpointReconciler:
         names = {*before, *self._versions}
         return tuple(sorted(name for name in names if before.get(name) != self._versions.get(name)))
 
-    def discover(self) -> None:
-        """Read the server's APIs again: one may have been installed since. Raises ClusterUnavailable."""
-        self.cache.discover()
-
     # One step.
 
     def reconcile(self, name: str) -> float | None:
@@ -145,8 +141,8 @@ class EndpointReconciler:
             moved = self._delete_obsolete(snapshot, ())
             moved = self._save_status(snapshot, plan, endpoint.conditions, None) or moved
             return PROGRESSING_S if moved else STEADY_S
-        owners = [one for each in snapshot.objects for one in each["metadata"].get("ownerReferences", ())
-                  if each["kind"] != "Pod" and one["kind"] == OWNER_KIND]  # all objects have the same
+        owners = [owner for each in snapshot.objects for owner in each["metadata"].get("ownerReferences", ())
+                  if each["kind"] != "Pod" and owner["kind"] == OWNER_KIND]  # all objects have the same
         owner = self._owner_of(self._given.namespace, name,
                                Owner(uid=owners[0]["uid"], name=owners[0]["name"]) if owners else None)
         try:
@@ -188,7 +184,11 @@ class EndpointReconciler:
         if plan.serving == "True" and deployment.replicas > 1 and workload is not None:
             available = workload.get("status", {}).get("availableReplicas", 0)
             plan = replace(plan, message=f"{plan.message}; {available} of {deployment.replicas} replicas are available")
-        moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
+        # The URL for clients: the gateway's hostname if it has one, else the Service's.
+        gateway, url = deployment.cluster.gateway, base_url(snapshot.name, deployment.cluster.namespace)
+        if gateway is not None and deployment.route_api is not None and gateway.hostnames:
+            url = f"http://{gateway.hostnames[0]}/v1"
+        moved = self._save_status(snapshot, plan, conditions, url) or moved
         if moved:
             return 0.0
         return STEADY_S if plan.serving == "True" and snapshot.endpoint.candidate_revision is None else PROGRESSING_S
@@ -278,7 +278,7 @@ class EndpointReconciler:
                     _read_window(workload, WINDOW), engine.counted, snapshot.objects, snapshot.now))
         return self._records.record(action, snapshot.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / snapshot.name,
-                                    lambda number: revision_base_url(snapshot.name, number, self._given.namespace))
+                                    lambda number: base_url(snapshot.name, self._given.namespace, number))
 
     def _render(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                 wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:
@@ -298,7 +298,7 @@ class EndpointReconciler:
                     raise
                 refusal = error
                 wanted = replace(
-                    wanted, engines=tuple(one for one in wanted.engines if one != candidate),
+                    wanted, engines=tuple(number for number in wanted.engines if number != candidate),
                     serving=None if wanted.serving == candidate else wanted.serving,
                     canary=None if wanted.canary is not None and wanted.canary.revision == candidate else wanted.canary)
         return render_endpoint(snapshot.endpoint, deployment, wanted), refusal
@@ -307,11 +307,11 @@ class EndpointReconciler:
         """Apply what differs. Returns the server's rejection of the candidate's objects, if any, and whether anything
         was written. Raises other rejections.
         """
-        applied, found = False, {(one["kind"], one["metadata"]["name"]): one for one in snapshot.objects}
+        applied, existing = False, {(each["kind"], each["metadata"]["name"]): each for each in snapshot.objects}
         candidate = str(snapshot.endpoint.candidate_revision)
         for manifest in map(with_digest, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
-            there = found.get(key)
+            there = existing.get(key)
             applied_digest = manifest["metadata"]["annotations"][APPLIED]
             if there is not None and is_applied(manifest, there) and (
                     self._defaulted.get(key) == applied_digest or difference(manifest, there) is None):
@@ -347,18 +347,15 @@ class EndpointReconciler:
 
     def _delete_obsolete(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> bool:
         """Delete objects that are not rendered any more; returns whether any were deleted."""
-        gone = obsolete_objects(snapshot.name, snapshot.objects, manifests)
-        uids = {(one["kind"], one["metadata"]["name"]): one["metadata"] for one in snapshot.objects}
-        deleted = False
-        for one in gone:
-            metadata = uids[(one.kind, one.name)]
-            if "deletionTimestamp" in metadata:
-                continue  # is being deleted already
+        metadata = {(each["kind"], each["metadata"]["name"]): each["metadata"] for each in snapshot.objects}
+        obsolete = [ref for ref in obsolete_objects(snapshot.name, snapshot.objects, manifests)
+                    if "deletionTimestamp" not in metadata[ref.kind, ref.name]]
+        for ref in obsolete:
             self.cache.invalidate(snapshot.name)
-            self._cluster.delete(one.api_version, one.kind, self._given.namespace, one.name, metadata["uid"])
-            log.info("endpoint %s: deleted %s %s", snapshot.name, one.kind, one.name)
-            deleted = True
-        return deleted
+            self._cluster.delete(ref.api_version, ref.kind, self._given.namespace, ref.name,
+                                 metadata[ref.kind, ref.name]["uid"])
+            log.info("endpoint %s: deleted %s %s", snapshot.name, ref.kind, ref.name)
+        return bool(obsolete)
 
     def _save_status(self, snapshot: _Snapshot, plan: EndpointPlan, conditions: Conditions, url: str | None) -> bool:
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, snapshot.now)
@@ -381,14 +378,6 @@ def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: C
     return conditions
 
 
-def _url(name: str, deployment: EndpointDeployment) -> str:
-    """The URL for clients: the gateway's hostname if it has one, else the Service's."""
-    gateway = deployment.cluster.gateway
-    if gateway is not None and deployment.route_api is not None and gateway.hostnames:
-        return f"http://{gateway.hostnames[0]}/v1"
-    return base_url(name, deployment.cluster.namespace)
-
-
 def _read_window(workload: Mapping[str, Any], annotation: str) -> Window | None:
     """None when it is absent or invalid."""
     try:
@@ -401,7 +390,7 @@ def next_window(began: Window | None, counted: Counts, objects: Iterable[Mapping
                 now: datetime) -> Window:
     """The window after one that is closed. Pure. A process that did not respond was not judged either, and keeps where
     it began; one that has ended is left out."""
-    there = {_process_of(one) for one in objects if one["kind"] == "Pod"}
+    there = {_process_of(each) for each in objects if each["kind"] == "Pod"}
     kept = {process: counts for process, counts in (began.counts if began else {}).items() if process in there}
     return Window(since=now, counts=kept | dict(counted))
 
@@ -415,7 +404,7 @@ def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: in
                 continue
             status = pod.get("status", {})
             address, containers = status.get("podIP"), status.get("containerStatuses", ())
-            if address is None or not all(one.get("ready") for one in containers):
+            if address is None or not all(container.get("ready") for container in containers):
                 continue
             host = f"[{address}]" if ":" in address else address
             try:
@@ -428,5 +417,5 @@ def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: in
 
 def _process_of(pod: Mapping[str, Any]) -> str:
     """Names the engine process of a pod; another one after a restart of its containers."""
-    restarts = sum(one.get("restartCount", 0) for one in pod.get("status", {}).get("containerStatuses", ()))
+    restarts = sum(status.get("restartCount", 0) for status in pod.get("status", {}).get("containerStatuses", ()))
     return f"{pod['metadata']['uid']}/{restarts}"

@@ -98,12 +98,10 @@ class Fence:
         self._until = moment
 
     def close(self) -> None:
-        """Forbid writes."""
         self._until = float("-inf")
 
     @property
     def is_open(self) -> bool:
-        """Whether a write may begin now."""
         return self._monotonic() < self._until
 
     def check(self) -> None:

@@ -61,7 +61,7 @@ class ObjectCache:
         offered = self._cluster.list_apis()
         kinds: list[tuple[str, str]] = []
         for versions, named in _APIS:
-            api = next((one for one in versions if one in offered), None)
+            api = next((version for version in versions if version in offered), None)
             if api is None:
                 continue
             if api not in _ALWAYS:
@@ -74,7 +74,7 @@ class ObjectCache:
                     continue
             kinds += [(api, kind) for kind in named]
         self._kinds = tuple(kinds)
-        lacking = {one for versions, _ in _APIS for one in versions} - {api for api, _ in kinds}
+        lacking = {version for versions, _ in _APIS for version in versions} - {api for api, _ in kinds}
         self.served = offered - lacking
 
     def sweep(self) -> None:
@@ -82,15 +82,15 @@ class ObjectCache:
         if not self.served:
             self.discover()
         began = next(self._order)
-        found: dict[str, tuple[Object, ...]] = {}
-        for one in self._list(ENDPOINT_LABEL):
-            name = one["metadata"]["labels"][ENDPOINT_LABEL]
-            found[name] = (*found.get(name, ()), one)
+        swept: dict[str, tuple[Object, ...]] = {}
+        for each in self._list(ENDPOINT_LABEL):
+            name = each["metadata"]["labels"][ENDPOINT_LABEL]
+            swept[name] = (*swept.get(name, ()), each)
         with self._lock:
             # Race: a write during the list may be missing in it. Writes after `began` stay invalidated, and endpoints
             # that were listed after one stay as they are.
             self._listed = {name: at for name, at in self._listed.items() if at > began}
-            self._objects, self._swept = found | {name: self._objects[name] for name in self._listed}, True
+            self._objects, self._swept = swept | {name: self._objects[name] for name in self._listed}, True
             self._invalidated = {name: at for name, at in self._invalidated.items() if at > began}
 
     def of(self, endpoint: str) -> tuple[Object, ...]:
@@ -114,29 +114,22 @@ class ObjectCache:
         with self._lock:
             self._invalidated[endpoint] = next(self._order)
 
-    def has_objects(self, endpoint: str) -> bool:
-        """Whether the endpoint has objects, pods excluded; True when unknown."""
+    def known(self, endpoint: str) -> tuple[Object, ...] | None:
+        """The endpoint's objects as they were last listed; None when they have changed since."""
         with self._lock:
-            return not self._swept or endpoint in self._invalidated or any(
-                one["kind"] != "Pod" for one in self._objects.get(endpoint, ()))
-
-    def owned_by(self, endpoint: str, uid: str) -> bool:
-        """Whether the object of this uid owns any of the endpoint's objects; True when unknown."""
-        with self._lock:
-            return not self._swept or endpoint in self._invalidated or any(
-                owner["uid"] == uid for one in self._objects.get(endpoint, ())
-                for owner in one["metadata"].get("ownerReferences", ()))
+            is_known = self._swept and endpoint not in self._invalidated
+            return self._objects.get(endpoint, ()) if is_known else None
 
     def versions(self) -> dict[str, tuple[str, ...]]:
         """By endpoint, uid and resourceVersion of each object."""
         with self._lock:
-            return {name: tuple(f"{one['metadata']['uid']}/{one['metadata']['resourceVersion']}" for one in objects)
+            return {name: tuple(f"{each['metadata']['uid']}/{each['metadata']['resourceVersion']}" for each in objects)
                     for name, objects in self._objects.items()}
 
     def _list(self, labelled: str) -> Iterable[Object]:
         for api, kind in self._kinds:
-            for one in self._cluster.list_all(api, kind, self._namespace, labelled=labelled):
-                yield {**one, "apiVersion": api, "kind": kind}  # items of a list omit both
+            for item in self._cluster.list_all(api, kind, self._namespace, labelled=labelled):
+                yield {**item, "apiVersion": api, "kind": kind}  # items of a list omit both
 
 
 APPLIED = f"{GROUP}/applied"
@@ -155,32 +148,31 @@ def with_digest(manifest: Manifest) -> Manifest:
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def is_applied(manifest: Manifest, found: Mapping[str, Any]) -> bool:
+def is_applied(manifest: Manifest, existing: Mapping[str, Any]) -> bool:
     """Whether this with_digest manifest was the last one applied to the object."""
-    annotations = found["metadata"].get("annotations") or {}
+    annotations = existing["metadata"].get("annotations") or {}
     return bool(annotations.get(APPLIED) == manifest["metadata"]["annotations"][APPLIED])
 
 
-def difference(wanted: Any, found: Any, path: str = "") -> str | None:
+def difference(wanted: Any, existing: Any, path: str = "") -> str | None:
     """Path of the first field that differs from the manifest; None when none does. Additional fields are ignored."""
     if isinstance(wanted, Mapping):
-        have = found if isinstance(found, Mapping) else {}
-        return _first(difference(value, have.get(key), f"{path}.{key}") for key, value in wanted.items())
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        items = found if isinstance(found, Sequence) else ()
+        have = existing if isinstance(existing, Mapping) else {}
+        inside = (difference(value, have.get(key), f"{path}.{key}") for key, value in wanted.items())
+    elif isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        items = existing if isinstance(existing, Sequence) else ()
         if all(isinstance(item, Mapping) and "name" in item for item in wanted):  # others may have added items
-            named = {one["name"]: one for one in items if isinstance(one, Mapping) and "name" in one}
-            return _first(difference(one, named.get(one["name"]), f"{path}[{one['name']}]") for one in wanted)
-        if len(wanted) != len(items):
+            named = {item["name"]: item for item in items if isinstance(item, Mapping) and "name" in item}
+            inside = (difference(item, named.get(item["name"]), f"{path}[{item['name']}]") for item in wanted)
+        elif len(wanted) != len(items):
             return path
-        return _first(difference(one, other, f"{path}[{at}]")
-                      for at, (one, other) in enumerate(zip(wanted, items, strict=True)))
-    is_same = wanted == found or (not wanted and found is None)
-    return None if is_same or (_amount(wanted) is not None and _amount(wanted) == _amount(found)) else path
-
-
-def _first(found: Any) -> str | None:
-    return next((one for one in found if one is not None), None)
+        else:
+            inside = (difference(item, other, f"{path}[{at}]")
+                      for at, (item, other) in enumerate(zip(wanted, items, strict=True)))
+    else:
+        is_same = wanted == existing or (not wanted and existing is None)
+        return None if is_same or (_amount(wanted) is not None and _amount(wanted) == _amount(existing)) else path
+    return next((differing for differing in inside if differing is not None), None)
 
 
 def _amount(value: Any) -> Decimal | None:

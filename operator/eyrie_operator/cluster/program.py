@@ -44,8 +44,6 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one operator."""
-
     lease_namespace: str
     lease_name: str = "eyrie-operator"
     namespaces: tuple[str, ...] = ()
@@ -82,8 +80,6 @@ def run(settings: Settings, options: Options) -> int:
 
 
 class Operator:
-    """The parts of an operator."""
-
     def __init__(self, settings: Settings, database: Database, options: Options) -> None:
         self._options, self._database = options, database
         self.telemetry = Telemetry()

@@ -23,7 +23,7 @@ Submission is idempotent by the object's uid, not by its generation: `spec.suspe
 suspended job must not become two jobs.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
@@ -31,7 +31,10 @@ from typing import Any, Literal
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.resources import (
     JOB_ID_ANNOTATION,
+    NAME_LABEL,
+    NAMESPACE_LABEL,
     OUTSIDE_ANNOTATION,
+    UID_LABEL,
     DraftEndpointSpec,
     DraftEndpointStatus,
     DrafterJobStatus,
@@ -52,7 +55,6 @@ from eyrie_operator.cluster.resources import (
     endpoint_status,
     event_records,
     job_status,
-    labels_of,
 )
 from eyrie_operator.conditions import is_over, is_true
 
@@ -84,6 +86,14 @@ class EndpointObjects:
     owned: bool = False
     """There are some that the garbage collector would delete with the DraftEndpoint."""
 
+    @classmethod
+    def of(cls, objects: Iterable[Mapping[str, Any]] | None, uid: str) -> "EndpointObjects":
+        """From the endpoint's objects, None where they are not known, and the uid of the DraftEndpoint."""
+        if objects is None:
+            return cls(objects=True, owned=True)
+        return cls(any(each["kind"] != "Pod" for each in objects), any(
+            owner["uid"] == uid for each in objects for owner in each["metadata"].get("ownerReferences", ())))
+
 
 @dataclass(frozen=True)
 class AddFinalizer:
@@ -104,23 +114,11 @@ class CreateJob:
 
 
 @dataclass(frozen=True)
-class CancelJob:
-    """Cancel the job."""
+class ChangeJob:
+    """Cancel the job; retry it from its last finished stage; or cancel it if it runs, and delete its record and files
+    once it has stopped."""
 
-    job_id: str
-
-
-@dataclass(frozen=True)
-class RetryJob:
-    """Retry the job from its last finished stage."""
-
-    job_id: str
-
-
-@dataclass(frozen=True)
-class DeleteJob:
-    """Cancel it if it runs, and delete its record and files once it has stopped."""
-
+    change: Literal["cancel", "retry", "delete"]
     job_id: str
 
 
@@ -133,8 +131,6 @@ class RecordWaiting:
 
 @dataclass(frozen=True)
 class RemoveWaiting:
-    """Delete that row."""
-
     waiting: WaitingObject
 
 
@@ -148,8 +144,6 @@ class Annotate:
 
 @dataclass(frozen=True)
 class DeleteResource:
-    """Delete the object."""
-
     why: str
 
 
@@ -180,23 +174,17 @@ class UpdateMirror:
 
 @dataclass(frozen=True)
 class SetDesired:
-    """Switch an endpoint on or off."""
-
     name: str
     desired: Literal["on", "off"]
 
 
 @dataclass(frozen=True)
 class UpdateStatus:
-    """Write the status."""
-
     status: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PostEvent:
-    """Post an Event."""
-
     event: KubernetesEvent
 
 
@@ -207,9 +195,9 @@ class RequeueAfter:
     after_s: float
 
 
-Action = (AddFinalizer | RemoveFinalizer | CreateJob | CancelJob | RetryJob | DeleteJob | RecordWaiting | RemoveWaiting
-          | Annotate | DeleteResource | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus
-          | PostEvent | RequeueAfter)
+Action = (AddFinalizer | RemoveFinalizer | CreateJob | ChangeJob | RecordWaiting | RemoveWaiting | Annotate
+          | DeleteResource | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | PostEvent
+          | RequeueAfter)
 Actions = tuple[Action, ...]
 
 
@@ -217,7 +205,8 @@ def reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, n
     """The next actions for a DrafterJob; see the module docstring."""
     actions = _reconcile_job(resource, job, history, now)
     # Whether the object still waits is known when its job is submitted or retried: `wait_for_quota`.
-    if history.waiting is None or any(isinstance(one, CreateJob | RetryJob) for one in actions):
+    if history.waiting is None or any(isinstance(action, CreateJob) or (
+            isinstance(action, ChangeJob) and action.change == "retry") for action in actions):
         return actions
     return (RemoveWaiting(history.waiting), *actions)
 
@@ -257,10 +246,12 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
     if (failed is not None and failed.get("status") == "True"
             and resource.status.get("observedGeneration") == resource.identity.generation):
         return ()  # rejected for this generation: retried when the spec changes
-    spec = resource.spec.job
-    labelled = spec.model_copy(update={"labels": {**spec.labels, **labels_of(resource)}})
+    spec, identity = resource.spec.job, resource.identity
+    # They tie the job to its applied object.
+    labelled = spec.model_copy(update={"labels": {
+        **spec.labels, UID_LABEL: identity.uid, NAMESPACE_LABEL: identity.namespace, NAME_LABEL: identity.name}})
     # An added finalizer leads to another pass at once; an object that is refused for now would be tried without pause.
-    return (*(() if resource.held else (AddFinalizer(),)), CreateJob(resource.identity.uid, labelled))
+    return (*(() if resource.held else (AddFinalizer(),)), CreateJob(identity.uid, labelled))
 
 
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:
@@ -270,12 +261,12 @@ def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> lis
         # Race: the annotation is written before the cancellation. If this operator is killed in between, the job can
         # still be resumed. One that stops without the annotation was cancelled by a user, and is not resumed.
         return [*(() if marked or stopping else (Annotate(SUSPENDED_ANNOTATION, str(job.status.attempt)),)),
-                *(() if stopping else (CancelJob(job.id),)), RequeueAfter(STOPPING_CHECK_S)]
+                *(() if stopping else (ChangeJob("cancel", job.id),)), RequeueAfter(STOPPING_CHECK_S)]
     if suspend or resource.suspended_attempt is None:
         return []
     if resource.suspended_attempt == job.status.attempt:
         if cancelled:
-            return [RetryJob(job.id)]
+            return [ChangeJob("retry", job.id)]
         if not over:  # resumed while it was still stopping
             return [RequeueAfter(STOPPING_CHECK_S)]
     return [Annotate(SUSPENDED_ANNOTATION, None)]
@@ -291,7 +282,7 @@ def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: 
                    f"annotate this object with {OUTSIDE_ANNOTATION}=keep to keep the job")
         waiting = _condition("Deleted", "False", "EndpointServes", message, resource, now)
         return (*_project(resource, job, now, waiting), RequeueAfter(STOPPING_CHECK_S))
-    return (DeleteJob(job.id), *_project(resource, job, now), RequeueAfter(STOPPING_CHECK_S))
+    return (ChangeJob("delete", job.id), *_project(resource, job, now), RequeueAfter(STOPPING_CHECK_S))
 
 
 def _project(resource: JobResource, job: Job, now: datetime, *more: ResourceCondition) -> Actions:
@@ -334,7 +325,7 @@ def wait_for_quota(identity: Identity, project: str, refusal: EyrieError, stored
 
 def orphaned(rows: Iterable[WaitingObject], uids: Collection[str]) -> tuple[WaitingObject, ...]:
     """Rows of objects that do not exist any more. `uids` are those of all objects, listed after the rows."""
-    return tuple(one for one in rows if one.uid not in uids)
+    return tuple(row for row in rows if row.uid not in uids)
 
 
 # Endpoints.
@@ -429,7 +420,7 @@ def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndp
 def _in_order(status: dict[str, Any]) -> dict[str, Any]:
     """A status for comparison. The API server merges conditions by type and keeps the order in which they first came: a
     status that differs in the order alone would be written at every look."""
-    return {**status, "conditions": sorted(status.get("conditions", ()), key=lambda one: str(one.get("type")))}
+    return {**status, "conditions": sorted(status.get("conditions", ()), key=lambda stored: str(stored.get("type")))}
 
 
 def _condition(kind: str, status: Literal["True", "False"], reason: str, message: str,
@@ -443,4 +434,4 @@ def _condition(kind: str, status: Literal["True", "False"], reason: str, message
 
 
 def _stored(status: Any, kind: str) -> dict[str, Any] | None:
-    return next((one for one in status.get("conditions", ()) if one.get("type") == kind), None)
+    return next((stored for stored in status.get("conditions", ()) if stored.get("type") == kind), None)

@@ -19,8 +19,6 @@ from eyrie_api.contract.resources import (
     FINALIZER,
     GROUP,
     JOB_ID_ANNOTATION,
-    NAME_LABEL,
-    NAMESPACE_LABEL,
     OUTSIDE_ANNOTATION,
     UID_LABEL,
     DraftEndpointSpec,
@@ -55,8 +53,6 @@ _Spec = TypeVar("_Spec", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity and version of an object."""
-
     kind: Literal["DrafterJob", "DraftEndpoint"]
     namespace: str
     name: str
@@ -154,12 +150,6 @@ def _read_spec(model: type[_Spec], raw: Any) -> tuple[_Spec | None, str]:
         return None, f"{where}: {rule_of(first)}{more}"
 
 
-def labels_of(resource: JobResource) -> dict[str, str]:
-    """Labels that tie a job to its applied object."""
-    one = resource.identity
-    return {UID_LABEL: one.uid, NAMESPACE_LABEL: one.namespace, NAME_LABEL: one.name}
-
-
 def applied_uid(job: Job) -> str | None:
     """The uid of the object of an applied job; None for a job posted to the REST API."""
     return job.spec.labels.get(UID_LABEL)
@@ -167,24 +157,22 @@ def applied_uid(job: Job) -> str | None:
 
 def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
     """The mirror of a job posted to the REST API, for server-side apply."""
-    return {
-        "apiVersion": API_VERSION, "kind": "DrafterJob",
-        "metadata": {"name": job.id, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
-                     "annotations": {JOB_ID_ANNOTATION: job.id}, "finalizers": [FINALIZER]},
-        "spec": {"job": job.spec.model_dump(mode="json", exclude_none=True)},
-    }
+    return _mirror("DrafterJob", job.id, namespace, {JOB_ID_ANNOTATION: job.id},
+                   {"job": job.spec.model_dump(mode="json", exclude_none=True)})
 
 
 def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: EndpointServeSpec,
                        namespace: str) -> dict[str, Any]:
     """The mirror of an endpoint that was not applied, for server-side apply."""
     spec = DraftEndpointSpec(target=target, serve=serve, desired=endpoint.desired)
-    return {
-        "apiVersion": API_VERSION, "kind": "DraftEndpoint",
-        "metadata": {"name": endpoint.name, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
-                     "annotations": {SHOWN_ANNOTATION: _digest_of(spec)}, "finalizers": [FINALIZER]},
-        "spec": spec.model_dump(mode="json", exclude_none=True),
-    }
+    return _mirror("DraftEndpoint", endpoint.name, namespace, {SHOWN_ANNOTATION: _digest_of(spec)},
+                   spec.model_dump(mode="json", exclude_none=True))
+
+
+def _mirror(kind: str, name: str, namespace: str, annotations: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": API_VERSION, "kind": kind, "spec": spec, "metadata": {
+        "name": name, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED}, "annotations": annotations,
+        "finalizers": [FINALIZER]}}
 
 
 def _digest_of(spec: DraftEndpointSpec) -> str:
@@ -196,17 +184,15 @@ def _digest_of(spec: DraftEndpointSpec) -> str:
 
 def job_status(job: Job, resource: JobResource) -> DrafterJobStatus:
     """The projection of a job onto its object."""
-    generation = resource.identity.generation
-    suspended = resource.spec is not None and resource.spec.suspend
-    phase: ResourcePhase = job.status.phase
-    if suspended and job.status.phase == "Cancelled":
+    generation, status = resource.identity.generation, job.status
+    phase: ResourcePhase = status.phase
+    if resource.spec is not None and resource.spec.suspend and phase == "Cancelled":
         phase = "Suspended"
-    status = job.status
     return DrafterJobStatus(
         observed_generation=generation, job_id=job.id, phase=phase,
         conditions=conditions_of(status.conditions, generation),
-        stages=tuple(ResourceStage(stage=one.stage, key=one.key, state=one.state, attempt=one.attempt,
-                                   message=one.message) for one in status.stages),
+        stages=tuple(ResourceStage(stage=stage.stage, key=stage.key, state=stage.state, attempt=stage.attempt,
+                                   message=stage.message) for stage in status.stages),
         attempt=status.attempt, run_id=status.run_id, best=status.best,
         verdict=status.decision.verdict if status.decision else None, endpoint=status.endpoint,
         started_at=status.started_at, finished_at=status.finished_at)
@@ -220,15 +206,17 @@ def endpoint_status(endpoint: Endpoint, resource: EndpointResource) -> DraftEndp
         conditions=conditions_of(endpoint.conditions, generation), active_revision=endpoint.active_revision,
         candidate_revision=endpoint.candidate_revision,
         revisions=tuple(ResourceRevision(
-            number=one.number, job_id=one.job_id, checkpoint=one.checkpoint, setting=one.use.setting.label(),
-            state=one.state, speedup=one.speedup, tau=one.tau) for one in endpoint.revisions[-_REVISIONS_SHOWN:]))
+            number=revision.number, job_id=revision.job_id, checkpoint=revision.checkpoint,
+            setting=revision.use.setting.label(), state=revision.state, speedup=revision.speedup, tau=revision.tau)
+            for revision in endpoint.revisions[-_REVISIONS_SHOWN:]))
 
 
 def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[ResourceCondition, ...]:
     """Conditions in the format of Kubernetes, with the observed generation."""
     return tuple(ResourceCondition(
-        type=one.type, status=one.status, reason=one.reason, message=one.message[:32_768],
-        last_transition_time=one.last_transition_time, observed_generation=generation) for one in conditions)
+        type=condition.type, status=condition.status, reason=condition.reason, message=condition.message[:32_768],
+        last_transition_time=condition.last_transition_time, observed_generation=generation)
+        for condition in conditions)
 
 
 def dump(status: BaseModel) -> dict[str, Any]:
@@ -244,8 +232,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items() if one != ""}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items() if item != ""}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # Events.
@@ -267,14 +255,14 @@ _BAD_WHEN_TRUE = frozenset({"Failed", "RolledBack"})
 def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
                   after: Iterable[ResourceCondition]) -> tuple[KubernetesEvent, ...]:
     """An event per condition whose status or reason has changed."""
-    known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
+    known = {stored.get("type"): (stored.get("status"), stored.get("reason")) for stored in before}
     records = []
-    for one in after:
-        if known.get(one.type) == (one.status, one.reason):
+    for new in after:
+        if known.get(new.type) == (new.status, new.reason):
             continue
-        bad = one.status == ("True" if one.type in _BAD_WHEN_TRUE else "False")
-        content = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
+        bad = new.status == ("True" if new.type in _BAD_WHEN_TRUE else "False")
+        content = f"{identity.uid}/{new.type}/{new.status}/{new.reason}/{new.last_transition_time.isoformat()}"
         name = f"{identity.name[:200]}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-        message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
-        records.append(KubernetesEvent(name, "Warning" if bad else "Normal", one.reason, message[:1024]))
+        message = f"{new.type}={new.status}" + (f": {new.message}" if new.message else "")
+        records.append(KubernetesEvent(name, "Warning" if bad else "Normal", new.reason, message[:1024]))
     return tuple(records)

@@ -35,7 +35,6 @@ class Workqueue(Generic[Key]):
         self._closed = False
 
     def add(self, key: Key) -> None:
-        """Enqueue the key."""
         with self._changed:
             self._add(key)
 
@@ -57,7 +56,6 @@ class Workqueue(Generic[Key]):
         return delay_s
 
     def forget(self, key: Key) -> None:
-        """Reset the backoff of the key."""
         with self._changed:
             self._failures.pop(key, None)
 
@@ -120,9 +118,7 @@ class Telemetry:
         self.leads = Gauge("eyrie_operator_leader", "1 while this operator holds the lease.", registry=registry)
 
     def count_write(self, verb: str, kind: str) -> None:
-        """For `client.Cluster`."""
         self.writes.labels(verb, kind).inc()
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
         return generate_latest(self._registry)

@@ -17,10 +17,11 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 from eyrie_api.artifacts import write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
@@ -49,7 +50,6 @@ from eyrie_operator.embedded.processes import (
     probe,
     read_counters,
     read_port,
-    read_record,
     resolve_target,
     spawn,
     start_gateway,
@@ -72,6 +72,7 @@ from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, Observed
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
+from eyrie_pipelines.run_records import read_record
 from eyrie_workers.sglang.profiles import PROCESSES_BYTES, weights_on_disk
 
 log = logging.getLogger(__name__)
@@ -91,8 +92,6 @@ _QUERY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What is free on this machine now."""
-
     main_bytes: int
     gpus: dict[str, int] | None = None
     """Free bytes by GPU index; None without a GPU, or where they cannot be read."""
@@ -130,7 +129,6 @@ def find_room(engine: EngineSpec, weights: int, free: FreeMemory) -> Room:
 
 
 def free_memory() -> FreeMemory:
-    """The free memory of this machine."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     main = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**63)
@@ -151,8 +149,6 @@ def weight_bytes(target: Path, use: DrafterUse) -> int:
 
 
 class EmbeddedEndpoints:
-    """The reconciler of one machine's endpoints."""
-
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
                  free: Callable[[], FreeMemory] = free_memory) -> None:
         self._settings, self._clock, self._free_memory = settings, clock, free
@@ -163,8 +159,10 @@ class EmbeddedEndpoints:
         """One step of one endpoint. Does nothing for one that was deleted, or that another process reconciles."""
         directory = endpoint_dir(self._settings.home, name)
         directory.mkdir(parents=True, exist_ok=True)
-        with _endpoint_lock(directory) as locked:
-            if not locked:
+        with (directory / "lock").open("w") as lock:
+            try:  # the kernel releases the lock of a process that is killed
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return
             try:
                 for _ in range(_MAX_STEPS):
@@ -212,7 +210,6 @@ class EmbeddedEndpoints:
         gateway = find_gateway(directory)
         adopt_engines(directory, self._clock())
         route = read_record(directory / ROUTE_FILE, RouteRecord)
-
         engines = tuple(self._observe_engine(record, folder, endpoint, serving, gateway)
                         for folder, record in list_engines(directory))
         # A restarted engine has a new port: a route to the old one counts as no route.
@@ -235,8 +232,7 @@ class EmbeddedEndpoints:
             shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
             canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
-                                windows=watched.windows,
-                                drift_reported=watched.drift_reported, canary=canary,
+                                windows=watched.windows, drift_reported=watched.drift_reported, canary=canary,
                                 no_room=no_room)
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
@@ -253,8 +249,15 @@ class EmbeddedEndpoints:
         if record.url is None:
             url = probe(folder, endpoint.model)
             if url is None:
-                lost = record.revision == endpoint.active_revision and self._is_lost(record, folder, serving)
+                # A serving engine whose address is not known has said for long where it is, and is not there: its
+                # record was lost, and its ready file is damaged. It is started again, as one that died. (A candidate is
+                # rejected by the plan.)
+                limit = timedelta(seconds=serving.serve.healthy_within_s)
+                lost = (record.revision == endpoint.active_revision and (folder / "ready.json").exists()
+                        and self._clock() - record.started_at > limit)
                 if lost:
+                    log.warning("the engine of %s is not where its ready file says for %s: it is started again", folder,
+                                limit)
                     stop_group(record.process, grace_s=0.0)
                 return ObservedEngine(record.revision, "dead" if lost else "starting", record.started_at, record.starts,
                                       record.retiring_since, alone=record.alone)
@@ -279,16 +282,6 @@ class EmbeddedEndpoints:
                               window_unended=counters is not None and unended is not None
                               and unended.within(record.revision, record.window.since), counted=counts)
 
-    def _is_lost(self, record: EngineRecord, folder: Path, serving: Serving) -> bool:
-        """Whether a serving engine whose address is not known has said for long where it is, and is not there: its
-        record was lost, and its ready file is damaged. It is started again, as one that died. (A candidate is rejected
-        by the plan.)"""
-        limit = timedelta(seconds=serving.serve.healthy_within_s)
-        if not (folder / "ready.json").exists() or self._clock() - record.started_at <= limit:
-            return False
-        log.warning("the engine of %s is not where its ready file says for %s: it is started again", folder, limit)
-        return True
-
     # Actions. Each is idempotent: after a crash it is applied again.
 
     def _act(self, action: act.EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
@@ -301,22 +294,20 @@ class EmbeddedEndpoints:
             stop_gateway(directory)
         elif isinstance(action, act.StartEngine):
             self._start_engine(action, endpoint, serving, directory)
-        elif isinstance(action, act.ShareRoute):
-            canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+        elif isinstance(action, act.ShareRoute | act.Route):
+            main, others = action.revision, tuple[Share, ...]()
+            if isinstance(action, act.ShareRoute):
+                main, others = action.serving, (Share(
+                    revision=action.revision, url=_engine_url(directory, action.revision), share=action.share),)
             write_model(directory / ROUTE_FILE, RouteRecord(
-                revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
-                recording=recording))
-        elif isinstance(action, act.Route):
-            main = _engine_url(directory, action.revision)
-            write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
-                                                            recording=recording))
+                revision=main, url=_engine_url(directory, main), since=now, others=others, recording=recording))
         elif isinstance(action, act.AnnounceGap):
             # Before the engine is stopped, so that no request meets a closed port.
             route = read_record(directory / ROUTE_FILE, RouteRecord)
             if route is not None:
                 write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
-        elif isinstance(action, act.RetireEngine | act.KillEngine | act.DeleteEngine):
-            _act_on_engine(action, engine_dir(directory, action.revision), now)
+        elif isinstance(action, act.EndEngine):
+            _end_engine(action.how, engine_dir(directory, action.revision), now)
 
     def _start_engine(self, action: act.StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(each for each in endpoint.revisions if each.number == action.revision)
@@ -344,31 +335,19 @@ def _engine_url(directory: Path, revision: int) -> str:
     return record.url
 
 
-def _act_on_engine(action: act.RetireEngine | act.KillEngine | act.DeleteEngine, folder: Path, now: datetime) -> None:
+def _end_engine(how: Literal["retire", "kill", "delete"], folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return
-    if isinstance(action, act.RetireEngine):
+    if how == "retire":
         if is_alive(record.process):
             # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
         write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
-    elif isinstance(action, act.KillEngine):
+    elif how == "kill":
         stop_group(record.process, grace_s=0.0)
     else:
         stop_marked(folder, 0.0)  # children that outlived it
         for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _endpoint_lock(directory: Path) -> Iterator[bool]:
-    """Yields whether this process got the endpoint's lock. The kernel releases the lock of a process that is killed."""
-    with (directory / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

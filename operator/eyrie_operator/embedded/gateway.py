@@ -103,7 +103,6 @@ _MOST_HELD = 1000
 _SMALL_BYTES = 16_384
 """Bodies up to this are checked in the event loop, within a millisecond or two; larger ones in a thread."""
 
-
 _CUT = "the engine was replaced and stopped before it finished this response (serve.drain_s); try again"
 
 
@@ -147,7 +146,7 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
         check_origin(request.method, request.headers)
         check_json(request.method, request.headers)
         path: str = request.scope["path"]
-        if not request.scope["raw_path"].isascii() or any(ord(one) < 32 for one in path):
+        if not request.scope["raw_path"].isascii() or any(ord(letter) < 32 for letter in path):
             raise InvalidInput(f"the path {path[:100]!r} has characters that no path of an engine has",
                                "send a path of printable ASCII characters")
         if not is_inference(path):
@@ -179,7 +178,8 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
         past_end = ignores_eos(body)
         for attempt in (1, 2):
             if not await end_of_hold(request):
-                return _replacing("the engine of this endpoint is being replaced; try again")
+                return _unavailable(503, "replacing_engine",
+                                    "the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
             routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
             if routed is not None:
@@ -190,12 +190,12 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
                     if is_post:
-                        routed.failed()
+                        routed.count("errors")
                 except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
                     if is_post:
-                        routed.failed()
+                        routed.count("errors")
                     if _was_replaced(routes, routed):
-                        return _replacing(_CUT)
+                        return _unavailable(503, "replacing_engine", _CUT)
                     return _unavailable(502, "engine_disconnected",
                                         f"the engine disconnected before it responded ({type(error).__name__})")
                 finally:
@@ -296,11 +296,11 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
             yield chunk
     except httpx.TransportError:
         if routed is not None and is_stream:
-            routed.failed()
+            routed.count("errors")
         raise
     else:
         if routed is not None:
-            (routed.failed if response.status_code >= 500 else routed.answered)()
+            routed.count("errors" if response.status_code >= 500 else "answered")
     finally:
         await response.aclose()
         if routed is not None:
@@ -308,13 +308,10 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
 
 
 def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
-    """Whether the engine of a request in progress is one that is being stopped."""
+    """Whether the engine of a request in progress gets no new ones: it is being stopped."""
     route = routes.current()
-    return route is not None and not route.leads_to(routed.url)
-
-
-def _replacing(message: str) -> JSONResponse:
-    return _unavailable(503, "replacing_engine", message)
+    return route is not None and (route.on_hold or routed.url not in (
+        route.url, *(other.url for other in route.others)))
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:

@@ -5,7 +5,7 @@ next one finds them. A control plane that is killed between a start and its reco
 process that no file names. Command lines do not identify it: the launcher of SGLang replaces its own. Each process
 therefore inherits a variable, EYRIE_ENDPOINT_PROCESS, with the folder it belongs to and what its record needs, which
 /proc/<pid>/environ shows, and the record is written again. Its children inherit the mark, so that they are found when
-their parent has ended.
+their parent has ended. A damaged route is written again too.
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
     <home>/endpoints/<name>/gateway.json, .log        the gateway process (`gateway`)
@@ -18,7 +18,6 @@ This module decides nothing: `endpoints` executes the actions of the plan with i
 """
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from eyrie_api.artifacts import read_sealed, verify_part, write_atomically, write_sealed
+from eyrie_api.artifacts import verify_part, write_atomically, write_sealed
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.serving import EMBEDDED_CONCURRENCY
 from eyrie_api.contract.targets import TargetSpec
@@ -46,9 +45,8 @@ from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import ROUTE_FILE
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, read_metrics
 from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group
+from eyrie_pipelines.run_records import read_record
 from eyrie_workers.engines.process import EngineCommand
-
-log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 """Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
@@ -113,12 +111,12 @@ def find_gateway(directory: Path) -> GatewayRecord | None:
     """The running gateway. Its record and its port number are written again where they are missing or damaged."""
     record = read_record(directory / GATEWAY_FILE, GatewayRecord)
     if record is None or not is_alive(record.process):
-        record = next((GatewayRecord(process=one.leader, host=HOST, port=one.mark.port)
-                       for one in running_leaders(directory) if one.mark.port is not None), None)
+        record = next((GatewayRecord(process=marked.leader, host=HOST, port=marked.mark.port)
+                       for marked in running_leaders(directory) if marked.mark.port is not None), None)
         if record is None:
             return None
         write_sealed(directory / GATEWAY_FILE, record)
-    if _stored_port(directory) != record.port:
+    if stored_port(directory) != record.port:
         write_atomically(directory / PORT_FILE, f"{record.port}\n")
     return record
 
@@ -128,12 +126,10 @@ def start_gateway(directory: Path, wanted_port: int, url: str | None = None) -> 
 
     url   the endpoint's, as stored in its row
     """
-    found = find_gateway(directory)
-    if found is not None:
-        return found
-    port = read_port(directory, url)
-    if port is None:
-        port = wanted_port or free_port(HOST)  # which the endpoint keeps
+    running = find_gateway(directory)
+    if running is not None:
+        return running
+    port = read_port(directory, url) or wanted_port or free_port(HOST)  # which the endpoint keeps
     bind(HOST, port).close()
     write_atomically(directory / PORT_FILE, f"{port}\n")
     (directory / GATEWAY_FILE).unlink(missing_ok=True)
@@ -196,9 +192,9 @@ def resolve_target(spec: TargetSpec) -> Path:
     A Hub id that is not in the cache is downloaded by the workers in a child process: the download shares a module
     with loading, and the control plane must not import torch.
     """
-    found = target_dir(spec)
-    if found is not None:
-        return found
+    directory = target_dir(spec)
+    if directory is not None:
+        return directory
     code = ("import sys; from eyrie_api.contract.targets import TargetSpec; from eyrie_workers.targets.loading import "
             "resolve; print(resolve(TargetSpec.model_validate_json(sys.argv[1])))")
     completed = subprocess.run([sys.executable, "-c", code, spec.model_dump_json()], capture_output=True, text=True,
@@ -259,12 +255,10 @@ def ask_gateway(record: GatewayRecord, path: str, kind: type[ModelT]) -> ModelT 
 
 
 def endpoint_dir(home: Path, name: str) -> Path:
-    """Directory of one endpoint."""
     return home.absolute() / "endpoints" / name
 
 
 def engine_dir(directory: Path, revision: int) -> Path:
-    """Directory of one revision's engine."""
     return directory / "engines" / str(revision)
 
 
@@ -274,35 +268,31 @@ def read_port(directory: Path, url: str | None = None) -> int | None:
     known = urlsplit(url or "")
     if known.hostname == HOST and known.port is not None:  # not a URL of a cluster
         return known.port
-    stored = _stored_port(directory)
+    stored = stored_port(directory)
     if stored is not None:
         return stored
     record = read_record(directory / GATEWAY_FILE, GatewayRecord)
     return None if record is None else record.port
 
 
-def _stored_port(directory: Path) -> int | None:
+def stored_port(directory: Path) -> int | None:
+    """The number in an endpoint's file `port`; None where it is missing or damaged."""
     try:
-        return parse_port((directory / PORT_FILE).read_bytes())
+        digits = (directory / PORT_FILE).read_bytes().strip()
     except FileNotFoundError:
         return None
-
-
-def parse_port(text: bytes) -> int | None:
-    """The number in an endpoint's file `port`; None where it is damaged."""
-    digits = text.strip()
     return int(digits) if digits.isdigit() and len(digits) <= 5 and 0 < int(digits) < 65_536 else None
 
 
 def adopt_engines(directory: Path, now: datetime) -> None:
     """Write the record of each running engine whose own is missing, damaged, or that of its predecessor."""
-    for one in running_leaders(directory / "engines"):
-        folder = Path(one.mark.folder)
+    for marked in running_leaders(directory / "engines"):
+        folder = Path(marked.mark.folder)
         record = read_record(folder / ENGINE_FILE, EngineRecord)
         if record is None or not is_alive(record.process):
             folder.mkdir(parents=True, exist_ok=True)
             write_sealed(folder / ENGINE_FILE, EngineRecord(
-                revision=int(folder.name), process=one.leader, started_at=now, alone=one.mark.alone,
+                revision=int(folder.name), process=marked.leader, started_at=now, alone=marked.mark.alone,
                 starts=1 if record is None else record.starts + 1))
 
 
@@ -312,18 +302,6 @@ def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
         record = read_record(folder / ENGINE_FILE, EngineRecord)
         if record is not None:
             yield folder, record
-
-
-def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """A record; None when the file does not exist or is damaged. What it described is found again: a route is written
-    again, a running process is known by its mark."""
-    try:
-        return read_sealed(path.read_bytes(), kind)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        log.warning("%s is damaged and is written again: %s", path, " ".join(str(error).split())[:200])
-        return None
 
 
 def marked_sessions(below: Path) -> list[Marked]:
@@ -337,7 +315,7 @@ def marked_sessions(below: Path) -> list[Marked]:
             if entry.stat().st_uid != os.geteuid():
                 continue
             variables = (entry / "environ").read_bytes().split(b"\0")
-            value = next((one for one in variables if one.startswith(prefix)), None)
+            value = next((variable for variable in variables if variable.startswith(prefix)), None)
             if value is None:
                 continue
             mark = Mark.model_validate_json(value.removeprefix(prefix))
@@ -351,10 +329,10 @@ def marked_sessions(below: Path) -> list[Marked]:
 
 def running_leaders(below: Path) -> list[Marked]:
     """Those of `marked_sessions` whose leader runs: engines and gateways."""
-    return [one for one in marked_sessions(below) if is_alive(one.leader)]
+    return [marked for marked in marked_sessions(below) if is_alive(marked.leader)]
 
 
 def stop_marked(below: Path, grace_s: float) -> None:
     """Stop every process of `below` and the folders in it."""
-    for one in marked_sessions(below):
-        stop_group(one.leader, grace_s)
+    for marked in marked_sessions(below):
+        stop_group(marked.leader, grace_s)

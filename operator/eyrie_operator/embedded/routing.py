@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -51,10 +52,6 @@ class RouteRecord(Frozen):
     """The engine is being replaced by one that does not fit next to it: requests wait for the next route."""
 
     recording: Recording = Field(default_factory=Recording)
-
-    def leads_to(self, url: str) -> bool:
-        """Whether new requests may reach the engine with this URL. One that gets none is being stopped."""
-        return not self.on_hold and url in (self.url, *(other.url for other in self.others))
 
     @model_validator(mode="after")
     def _shares_leave_rest(self) -> "RouteRecord":
@@ -98,13 +95,14 @@ def ignores_eos(body: bytes) -> bool:
     if b"ignore_eos" not in body:
         return False
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError):
         return False
-    sampling = asked.get("sampling_params") if isinstance(asked, dict) else None
-    sampled = sampling if isinstance(sampling, list) else [sampling]
-    return isinstance(asked, dict) and any(bool(one.get("ignore_eos")) for one in (asked, *sampled)
-                                           if isinstance(one, dict))
+    if not isinstance(request, dict):
+        return False
+    sampling = request.get("sampling_params")
+    sections = (request, *(sampling if isinstance(sampling, list) else [sampling]))
+    return any(bool(section.get("ignore_eos")) for section in sections if isinstance(section, dict))
 
 
 class RoutedRequest:
@@ -125,17 +123,10 @@ class RoutedRequest:
         if self._ignores_eos:
             self._on_progress(self.revision)
 
-    def answered(self) -> None:
-        """Count a complete response."""
-        self._count("answered")
-
-    def failed(self) -> None:
-        """Count an error of the engine."""
-        self._count("errors")
-
-    def _count(self, what: str) -> None:
+    def count(self, outcome: Literal["answered", "errors"]) -> None:
+        """Count a complete response, or an error of the engine."""
         before = self._counted.get(self.revision, RequestCounts())
-        self._counted[self.revision] = before.model_copy(update={what: getattr(before, what) + 1})
+        self._counted[self.revision] = before.model_copy(update={outcome: getattr(before, outcome) + 1})
 
 
 class RoutingTable:
@@ -174,21 +165,18 @@ class RoutingTable:
         route = self.current()
         if route is None:
             return None
-        for other in route.others:
-            if str(other.revision) == wanted:
-                return RoutedRequest(other.revision, other.url, self._counted, self._note_unended)
-        shared = shared and str(route.revision) != wanted
-        if not shared or not route.others:
-            return RoutedRequest(route.revision, route.url, self._counted, self._note_unended)
-        main = Share(revision=route.revision, url=route.url, share=1.0 - sum(other.share for other in route.others))
-        engines = (main, *route.others)
-        turn = sum(self._chosen.values()) + 1
-        chosen = max(engines, key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
-        self._chosen[chosen.revision] = self._chosen.get(chosen.revision, 0) + 1
-        return RoutedRequest(chosen.revision, chosen.url, self._counted, self._note_unended)
+        named = next((other for other in route.others if str(other.revision) == wanted), None)
+        revision, url = (named.revision, named.url) if named is not None else (route.revision, route.url)
+        if named is None and shared and route.others and str(route.revision) != wanted:
+            main = Share(revision=revision, url=url, share=1.0 - sum(other.share for other in route.others))
+            turn = sum(self._chosen.values()) + 1
+            chosen = max((main, *route.others),
+                         key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
+            revision, url = chosen.revision, chosen.url
+            self._chosen[revision] = self._chosen.get(revision, 0) + 1
+        return RoutedRequest(revision, url, self._counted, self._note_unended)
 
     def counters(self) -> RequestCounters:
-        """Counts under the current route."""
         route = self.current()
         return RequestCounters(since=None if route is None else route.since, revisions=dict(self._counted))
 

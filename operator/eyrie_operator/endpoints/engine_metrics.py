@@ -47,7 +47,7 @@ def read_metrics(text: str) -> EngineCounters:
     """Parse Prometheus' text format; absent counters are zero. Raises ValueError."""
     rounds = tokens = answered = failed = 0.0
     accepted: dict[int, float] = {}
-    for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         name, labels, value = sample.name, sample.labels, sample.value
         if name in _ROUNDS:
             rounds += value
@@ -62,7 +62,7 @@ def read_metrics(text: str) -> EngineCounters:
             else:
                 answered += value
     positions = range(1, max(accepted, default=0) + 1)
-    return EngineCounters(rounds, tokens, answered, failed, tuple(accepted.get(one, 0.0) for one in positions))
+    return EngineCounters(rounds, tokens, answered, failed, tuple(accepted.get(place, 0.0) for place in positions))
 
 
 Counts = Mapping[str, EngineCounters]

@@ -187,23 +187,11 @@ class ShareRoute:
 
 
 @dataclass(frozen=True)
-class RetireEngine:
-    """Make an engine finish its requests and exit."""
+class EndEngine:
+    """Make an engine finish its requests and exit; kill one that did not exit in time; delete the record of a dead one
+    that is not needed."""
 
-    revision: int
-
-
-@dataclass(frozen=True)
-class KillEngine:
-    """Kill an engine that did not exit in time."""
-
-    revision: int
-
-
-@dataclass(frozen=True)
-class DeleteEngine:
-    """Delete the record of a dead engine that is not needed."""
-
+    how: Literal["retire", "kill", "delete"]
     revision: int
 
 
@@ -274,9 +262,8 @@ class ProposeNoDrafter:
     """Propose the target without a drafter: the only revision ever proposed did not become healthy."""
 
 
-EndpointAction = (StartGateway | StopGateway | StartEngine | AnnounceGap | Route | ShareRoute | RetireEngine
-                  | KillEngine | DeleteEngine | CloseWindow | Activate | Reject | RollBack | ReportDrift
-                  | ProposeNoDrafter)
+EndpointAction = (StartGateway | StopGateway | StartEngine | AnnounceGap | Route | ShareRoute | EndEngine | CloseWindow
+                  | Activate | Reject | RollBack | ReportDrift | ProposeNoDrafter)
 
 
 @dataclass(frozen=True)
@@ -357,7 +344,7 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
         # It served before and was replaced a moment ago: it takes no new requests, so it is started again once it has
         # ended.
         if engine.state != "dead":
-            actions += [KillEngine(candidate)] if _overdue(engine, policy, now) else []
+            actions += [EndEngine("kill", candidate)] if _overdue(engine, policy, now) else []
             return False
         engine = None
     if engine is None:
@@ -398,12 +385,12 @@ def _start_candidate(candidate: int, policy: ServePolicy, seen: ObservedEndpoint
     if serving.state == "dead":
         return [StartEngine(candidate, 1, alone=True)]
     if serving.retiring_since is not None:  # being stopped for the candidate
-        return [KillEngine(serving.revision)] if _overdue(serving, policy, now) else []
+        return [EndEngine("kill", serving.revision)] if _overdue(serving, policy, now) else []
     if not seen.no_room:
         return [StartEngine(candidate, 1)]
     message = (f"revision {serving.revision} is stopped before revision {candidate} starts, and requests wait in "
                f"between: {seen.no_room}")
-    return [AnnounceGap(candidate, message), RetireEngine(serving.revision)]
+    return [AnnounceGap(candidate, message), EndEngine("retire", serving.revision)]
 
 
 def _in_gap(active: int | None, candidate: int | None, seen: ObservedEndpoint) -> bool:
@@ -526,7 +513,8 @@ def highest_tau(revision: Revision, tau: float, rounds: float) -> float:
     Engines count rounds and tokens, not squares. The variance of values between 1 and n with mean tau is at most
     (tau - 1)(n - tau) (Bhatia and Davis, 2000), where a round yields at most n = num_steps + 1 tokens.
     """
-    settings = [revision.use.setting] if revision.use.map is None else [one.setting for one in revision.use.map.points]
+    settings = [revision.use.setting] if revision.use.map is None else [
+        point.setting for point in revision.use.map.points]
     deepest = max((setting.tree.num_steps for setting in settings if setting.tree is not None), default=1)
     variance = max(0.0, (tau - 1.0) * (deepest + 1.0 - tau))
     return tau + _STANDARD_ERRORS * math.sqrt(variance / rounds)
@@ -562,11 +550,11 @@ def _retire_unused(wanted: set[int | None], policy: ServePolicy, seen: ObservedE
         if engine.revision in wanted:
             continue
         if engine.state == "dead":
-            actions.append(DeleteEngine(engine.revision))
+            actions.append(EndEngine("delete", engine.revision))
         elif engine.retiring_since is None:
-            actions.append(RetireEngine(engine.revision))
+            actions.append(EndEngine("retire", engine.revision))
         elif _overdue(engine, policy, now):
-            actions.append(KillEngine(engine.revision))
+            actions.append(EndEngine("kill", engine.revision))
     return actions
 
 

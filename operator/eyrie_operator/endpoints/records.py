@@ -61,10 +61,7 @@ class Drift:
     """Reports drift and starts retraining, for the endpoints of one database."""
 
     def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
-        """
-        jobs     with idempotency
-        stored   where stages run without this machine's files: the directory whose files they get from a bucket
-        """
+        """`stored`: where stages run without this machine's files, the directory whose files they get from a bucket."""
         self._histories, self._jobs, self._stored = histories, jobs, stored
 
     def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
@@ -158,9 +155,7 @@ class EndpointRecords:
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
                  stored: Path | None = None) -> None:
-        """
-        stored   where stages run without this machine's files: the directory whose files they get from a bucket
-        """
+        """`stored`: see `Drift`."""
         self._clock = clock
         self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
         self._jobs = Jobs(database, clock, Idempotency(database, settings.idempotency_ttl_s, clock))
@@ -221,7 +216,7 @@ class EndpointRecords:
                 rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
                 seconds=action.seconds)
         elif isinstance(action, act.ReportDrift):
-            serving = next((one for one in endpoint.revisions if one.number == action.revision), None)
+            serving = next((revision for revision in endpoint.revisions if revision.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
         elif isinstance(action, act.ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,

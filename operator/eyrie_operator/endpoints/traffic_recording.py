@@ -56,11 +56,11 @@ def redaction() -> Redact | None:
         return None
     module, _, function = named.partition(":")
     try:
-        found: Redact = getattr(importlib.import_module(module), function)
+        redact: Redact = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInput(f"{REDACT} {named!r} cannot be imported: {error}",
                            "write module:function, of a module in Eyrie's environment") from None
-    return found
+    return redact
 
 
 class TrafficRecorder:

@@ -15,13 +15,11 @@ downloads their small files into it. The driver itself writes into that director
 and the runner persists both. The runner limits how many runs are active at once; other jobs wait.
 """
 
-import contextlib
 import fcntl
 import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.status import Job, JobStatus, Revision
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -67,7 +64,6 @@ from eyrie_operator.jobs.observation import (
     observe_stages,
     outcome_of,
     read_outcome,
-    train_reports,
 )
 from eyrie_operator.jobs.reconcile import (
     Action,
@@ -82,7 +78,7 @@ from eyrie_operator.jobs.reconcile import (
     reconcile,
 )
 from eyrie_pipelines.runner import JobFile, ObservedRun, Runner
-from eyrie_pipelines.stage_specs import find_checkpoint
+from eyrie_pipelines.stage_specs import find_checkpoint, train_reports
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
@@ -109,7 +105,15 @@ class Driver:
         if not self._jobs.take_lease(job_id, owner, self._settings.lease_ttl_s):
             return
         try:
-            self._advance(job_id, owner)
+            for _ in range(_MAX_STEPS):
+                job = self._jobs.get(job_id)
+                seen, plan = self._plan(job)
+                # After the observation: the events a stage wrote before its end are then stored before the end itself.
+                self._ingest_events(job_id)
+                moved = self._execute(job, seen, plan, owner)
+                # The lease may have expired during a long action; another driver may hold it now.
+                if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
+                    return
         except (NotFound, LeaseLost) as reason:
             log.info("job %s: %s", job_id, reason)
         except Transient as reason:
@@ -118,17 +122,6 @@ class Driver:
             self._record_transient(job, job.status, reason, owner)
         finally:
             self._jobs.release_lease(job_id, owner)
-
-    def _advance(self, job_id: str, owner: str) -> None:
-        for _ in range(_MAX_STEPS):
-            job = self._jobs.get(job_id)
-            seen, plan = self._plan(job)
-            # After the observation: the events a stage wrote before its end are then stored before the end itself.
-            self._ingest_events(job_id)
-            moved = self._execute(job, seen, plan, owner)
-            # The lease may have expired during a long action; another driver may hold it now.
-            if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
-                return
 
     def _execute(self, job: Job, seen: ObservedJob, plan: ActionPlan, owner: str) -> bool:
         """Apply a plan and store its status; returns whether another step should follow at once."""
@@ -177,36 +170,26 @@ class Driver:
         tuned = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True)) if outcome else ()
         # A tuned rival that was to be beaten is not the job's own result; one that was selected is alone.
         best = sorted(tuned, key=lambda entry: entry.rival)
+        serving = ObservedServing()
+        if outcome is not None and outcome.endpoint is not None and outcome.revision is not None:
+            serving = observe_serving(self._endpoints.get(outcome.endpoint), outcome.revision)
         return ObservedJob(
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, has_capacity=self._has_capacity(job),
             run=run, stages=tuple(observe_stages(job, resolved, job_dir)),
-            waiting_pods=tuple(one for one in self._jobs.waiting_pods(job.id) if one.run_id == run.run_id),
-            decision=outcome.decision if outcome else None, best=best[0] if best else None,
-            serving=self._observe_serving(outcome))
+            waiting_pods=tuple(pod for pod in self._jobs.waiting_pods(job.id) if pod.run_id == run.run_id),
+            decision=outcome.decision if outcome else None, best=best[0] if best else None, serving=serving)
 
     def _has_capacity(self, job: Job) -> bool:
         """Whether a run of this job may start now."""
         running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
         return self._runner.has_capacity(job.id, self._jobs.live(), running)
 
-    def _observe_serving(self, outcome: AttemptOutcome | None) -> ObservedServing:
-        if outcome is None or outcome.endpoint is None or outcome.revision is None:
-            return ObservedServing()
-        endpoint = self._endpoints.get(outcome.endpoint)
-        return observe_serving(endpoint, outcome.revision)
-
     # Actions. Each is idempotent: after a crash it is applied again.
 
     def _apply(self, action: Action, job: Job, seen: ObservedJob, status: JobStatus) -> None:
         if isinstance(action, StartRun):
-            with self._start_lock():
-                # Race: while this driver waited, one whose lease has expired may have started the run.
-                if self._runner.observe(job.id).run_id == seen.run.run_id and self._has_capacity(job):
-                    resolved = self._jobs.resolved(job.id)
-                    self._runner.start(JobFile(id=job.id, resolved=resolved, attempt=action.attempt,
-                                               incumbent=self._incumbent_use(resolved),
-                                               reuse=self._jobs_with_answers(job)))
+            self._start(action, job, seen)
         elif isinstance(action, StopRun):
             self._runner.stop(job.id)
         elif isinstance(action, Decide):
@@ -216,13 +199,23 @@ class Driver:
         else:
             self._write_report(job, status)
 
-    @contextlib.contextmanager
-    def _start_lock(self) -> Iterator[None]:
-        """Serialises check and start on one machine: two drivers must not both take the last free slot."""
+    def _start(self, action: StartRun, job: Job, seen: ObservedJob) -> None:
         self._settings.home.mkdir(parents=True, exist_ok=True)
+        # Check and start are serialised on one machine: two drivers must not both take the last free slot.
         with (self._settings.home / "starting.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            # Race: while this driver waited, one whose lease has expired may have started the run.
+            if self._runner.observe(job.id).run_id != seen.run.run_id or not self._has_capacity(job):
+                return
+            resolved, serve = self._jobs.resolved(job.id), job.spec.serve
+            # What the endpoint serves with, for comparison in prove; None when it does not draft.
+            active = self._active(serve.endpoint, resolved.target) if serve.enabled else None
+            incumbent = None if active is None or active.use.setting.method == "off" else active.use
+            wanted = JobFilter(project=self._jobs.project_of(job.id), target=job.spec.target.model)
+            others = [other for other in self._jobs.list(wanted, limit=MAX_PAGE).items if other.id != job.id]
+            self._runner.start(JobFile(
+                id=job.id, resolved=resolved, attempt=action.attempt, incumbent=incumbent,
+                reuse=tuple(earlier.id for earlier in jobs_with_answers(job.spec, others))))
 
     def _decide(self, job: Job, attempt: int) -> None:
         job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
@@ -235,7 +228,7 @@ class Driver:
                 self._record(job.id, resolved, report, tuned=False)
         for named in job.spec.rivals:
             if named.method == "off":
-                baseline = next(one for one in benchmarks if one.dropped is None)
+                baseline = next(report for report in benchmarks if report.dropped is None)
                 self._record(job.id, resolved, no_drafter(named.checkpoint, baseline), tuned=False)
         final, rival = tuned_finals(tuned, benchmarks)
         self._record(job.id, resolved, final, tuned=True)
@@ -273,17 +266,6 @@ class Driver:
             return on_suites(report, comparable_suites(job.spec, self._jobs.get(active.job_id).spec))
         except NotFound:  # its job was deleted, and its results with it
             return None
-
-    def _incumbent_use(self, job: ResolvedJob) -> DrafterUse | None:
-        """The drafter and setting the endpoint serves with, for comparison in prove; None when it does not draft."""
-        active = self._active(job.spec.serve.endpoint, job.target) if job.spec.serve.enabled else None
-        return None if active is None or active.use.setting.method == "off" else active.use
-
-    def _jobs_with_answers(self, job: Job) -> tuple[str, ...]:
-        """Earlier jobs of the same project whose answers the job may take over."""
-        wanted = JobFilter(project=self._jobs.project_of(job.id), target=job.spec.target.model)
-        others = [one for one in self._jobs.list(wanted, limit=MAX_PAGE).items if one.id != job.id]
-        return tuple(one.id for one in jobs_with_answers(job.spec, others))
 
     def _active(self, endpoint: str, target: TargetSpec | None = None) -> Revision | None:
         """The revision an endpoint serves; None when there is none, or when it serves another target than `target`."""
@@ -330,7 +312,7 @@ class Driver:
         total_s = (self._clock() - job.created_at).total_seconds()
         manifests = finished_manifests(job, self._jobs.resolved(job.id), job_dir)
         hardware = None if job.spec.prove.hardware is None else hardware_of(job.spec.prove.hardware, [
-            one.report for one in manifests if isinstance(one.report, HardwareMeasurement)])
+            manifest.report for manifest in manifests if isinstance(manifest.report, HardwareMeasurement)])
         content = reports.build_report(job.id, manifests, status.conditions, total_s,
                                        outcome.decision if outcome else None, endpoint, hardware)
         write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")

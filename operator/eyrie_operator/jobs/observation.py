@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, read_report
+from eyrie_api.artifacts import MANIFEST, read_manifest
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.reports import PromotionDecision, TrainReport
+from eyrie_api.contract.reports import PromotionDecision
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.stages import STAGES, Manifest, StageName
-from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
+from eyrie_api.contract.stages import STAGES, Manifest
+from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus
 from eyrie_api.database.jobs import NewEvent
-from eyrie_api.errors import ArtifactMissing
 from eyrie_operator.conditions import find
 from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
 from eyrie_operator.unscheduled import WAITS
 from eyrie_pipelines.run_records import read_record, read_stage_failure
-from eyrie_pipelines.stage_specs import benchmarked
+from eyrie_pipelines.stage_specs import stage_keys
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 OUTCOME_FILE = "outcome.json"
@@ -81,39 +80,16 @@ def outcome_of(status: JobStatus, attempt: int) -> AttemptOutcome | None:
 
 def observe_stages(job: Job, resolved: ResolvedJob, job_dir: Path) -> Iterator[ObservedStage]:
     """Every stage of a job and each of its members known so far."""
+    started = {(stage.stage, stage.key): stage.started_at for stage in job.status.stages}
     for stage in STAGES:
-        for key in _keys(resolved, job_dir, stage):
-            yield _observe_stage(job, job_dir, stage, key)
-
-
-def _keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
-    """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is trained.
-    """
-    if stage == "train":
-        return [candidate.name for candidate in job.candidates]
-    if stage == "benchmark":
-        try:
-            return [checkpoint.name for checkpoint in benchmarked(job, train_reports(job, job_dir))]
-        except ArtifactMissing:
-            return []
-    return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
-
-
-def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
-    """The training reports of all candidates. Raises ArtifactMissing when one is not trained."""
-    return [read_report(stage_dir(job_dir, "train", candidate.name), TrainReport) for candidate in job.candidates]
-
-
-def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> ObservedStage:
-    directory = stage_dir(job_dir, stage, key)
-    known = next((each for each in job.status.stages if (each.stage, each.key) == (stage, key)), None)
-    started = known.started_at if known is not None else None
-    if started is None:
-        with contextlib.suppress(FileNotFoundError):
-            started = datetime.fromtimestamp((directory / "spec.json").stat().st_mtime, UTC)
-    manifest = read_manifest(directory) if (directory / MANIFEST).exists() else None
-    failure = read_stage_failure(directory) if manifest is None else None
-    return ObservedStage(stage, key, started, manifest, failure)
+        for key in stage_keys(resolved, job_dir, stage):
+            directory, started_at = stage_dir(job_dir, stage, key), started.get((stage, key))
+            if started_at is None:
+                with contextlib.suppress(FileNotFoundError):
+                    started_at = datetime.fromtimestamp((directory / "spec.json").stat().st_mtime, UTC)
+            manifest = read_manifest(directory) if (directory / MANIFEST).exists() else None
+            failure = read_stage_failure(directory) if manifest is None else None
+            yield ObservedStage(stage, key, started_at, manifest, failure)
 
 
 # Events.
@@ -123,34 +99,26 @@ def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
     """An event for each stage, and for each condition that is not a stage's, that differs between the statuses."""
     for stage in after.stages:
         known = next((each for each in before.stages if (each.stage, each.key) == (stage.stage, stage.key)), None)
-        if known is None or known.state != stage.state:
-            yield from _of_stage(stage, None if known is None else known.state)
+        name, changed = f"{stage.stage} {stage.key}".rstrip(), known is None or known.state != stage.state
+        if changed and stage.state == "Failed":
+            yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
+                           stage=stage.stage, key=stage.key)
+        # It may have started and finished between two observations.
+        if changed and stage.state in ("Running", "Succeeded") and (known is None or known.state != "Running"):
+            yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
+        if changed and stage.state == "Succeeded":
+            yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
         if stage.state in ("Pending", "Running") and stage.reason and (known is None or known.reason != stage.reason):
-            yield NewEvent(stage.reason, f"{_name(stage)}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
+            yield NewEvent(stage.reason, f"{name}: {stage.message}; hint: {stage.hint}", stage=stage.stage,
                            type="Normal" if stage.reason == "WaitingForQueue" else "Warning", key=stage.key)
     for condition in after.conditions:
         previous = find(before.conditions, condition.type)
         same = previous is not None and (previous.status, previous.reason) == (condition.status, condition.reason)
         repeats = condition.type == "Succeeded" and condition.status == "False"  # Failed or Cancelled says the same
-        if not same and not repeats and _stage_of(condition.type) is None:
+        of_stage = any(stage.condition == condition.type for stage in CATALOG.values())
+        if not same and not repeats and not of_stage:
             reason, warning = _event_of(condition)
             yield NewEvent(reason, condition.message, type="Warning" if warning else "Normal")
-
-
-def _of_stage(stage: StageStatus, before: StageState | None) -> Iterator[NewEvent]:
-    name = _name(stage)
-    if stage.state == "Failed":
-        yield NewEvent(stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}", type="Warning",
-                       stage=stage.stage, key=stage.key)
-    elif stage.state in ("Running", "Succeeded"):
-        if before != "Running":  # it may have started and finished between two observations
-            yield NewEvent("StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
-        if stage.state == "Succeeded":
-            yield NewEvent("StageFinished", f"{name} finished", stage=stage.stage, key=stage.key)
-
-
-def _name(stage: StageStatus) -> str:
-    return f"{stage.stage} {stage.key}".rstrip()
 
 
 def _event_of(condition: Condition) -> tuple[str, bool]:
@@ -161,7 +129,3 @@ def _event_of(condition: Condition) -> tuple[str, bool]:
         return (condition.reason, True) if condition.type == "Failed" else (condition.type, False)
     return condition.reason, condition.status == "False" and condition.reason not in (
         "Cancelled", "NotFaster", "PromotionOff")
-
-
-def _stage_of(kind: str) -> StageName | None:
-    return next((stage.name for stage in CATALOG.values() if stage.condition == kind), None)

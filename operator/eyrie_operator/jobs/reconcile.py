@@ -127,26 +127,18 @@ def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> ActionPlan:
     """The next actions and the status of a job; the module docstring lists the cases."""
     conditions = seen.previous.conditions
     if seen.previous.attempt != seen.attempt:
-        conditions = remove(conditions, *_OF_ONE_ATTEMPT)
+        conditions = remove(conditions, "Failed", "Succeeded", "Cancelled", "Promoted", "Serving")
     conditions = observe(conditions, "Accepted", "True", "JobAccepted", "the spec is valid", now)
     if is_over(conditions):
         # Race: the job was cancelled while its run started, so the run outlived the cancellation. Stop it.
         return _plan(seen, conditions, now, *((StopRun(),) if seen.run.alive else ()))
     if seen.cancel_requested or seen.delete_requested:
-        return _cancel(seen, conditions, now)
-    conditions = _observe_stages(seen, conditions, now)
-    return _drive(spec, seen, conditions, now)
-
-
-_OF_ONE_ATTEMPT: tuple[ConditionType, ...] = ("Failed", "Succeeded", "Cancelled", "Promoted", "Serving")
-
-
-def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
-    if seen.run.alive:
-        return _plan(seen, conditions, now, StopRun())
-    conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
-    conditions = observe(conditions, "Cancelled", "True", "Requested", "cancelled; no process of it is running", now)
-    return _plan(seen, conditions, now)
+        if seen.run.alive:
+            return _plan(seen, conditions, now, StopRun())
+        conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
+        return _plan(seen, observe(conditions, "Cancelled", "True", "Requested",
+                                   "cancelled; no process of it is running", now), now)
+    return _drive(spec, seen, _observe_stages(seen, conditions, now), now)
 
 
 def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
@@ -156,27 +148,23 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     if run.alive:  # processes of an earlier attempt: stop them before a new run starts
         return _plan(seen, conditions, now, StopRun())
     if run.attempt != seen.attempt or run.state in ("none", "gone"):
-        return _start(seen, conditions, now)
+        if run.attempt == seen.attempt and run.starts >= MAX_STARTS:
+            words = f"; its log ends with: {run.last_words}" if run.last_words else ""
+            failed = RunFailed(None, "", "RunKeepsDying",
+                               f"the run was started {run.starts} times and its process died each time, "
+                               f"without getting further{words}",
+                               "where the log names no error, check the system log for the out-of-memory killer; then "
+                               "retry the job")
+            return _plan(seen, _failed(conditions, failed, now), now)
+        if seen.has_capacity:
+            return _plan(seen, conditions, now, StartRun(seen.attempt))
+        return _plan(seen, observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now),
+                     now)
     if run.state == "failed":
         failed = run.failure or RunFailed(None, "", "PipelineFailed", "the run failed, and no stage reported a failure",
                                           "read the pipeline's log, then retry the job")
         return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
     return _finish(spec, seen, conditions, now)
-
-
-def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
-    if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
-        words = f"; its log ends with: {seen.run.last_words}" if seen.run.last_words else ""
-        failed = RunFailed(None, "", "RunKeepsDying",
-                           f"the run was started {seen.run.starts} times and its process died each time, "
-                           f"without getting further{words}",
-                           "where the log names no error, check the system log for the out-of-memory killer; then "
-                           "retry the job")
-        return _plan(seen, _failed(conditions, failed, now), now)
-    if not seen.has_capacity:
-        waiting = observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now)
-        return _plan(seen, waiting, now)
-    return _plan(seen, conditions, now, StartRun(seen.attempt))
 
 
 def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
@@ -242,7 +230,7 @@ def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) ->
         kind = _condition_of(stage)
         if complete:
             conditions = observe(conditions, kind, "True", "Finished", f"{len(done)} of {len(members)} done", now)
-        elif (wait := next(filter(None, (_wait_of(one, seen, now) for one in members)), None)) is not None:
+        elif (wait := next(filter(None, (_wait_of(member, seen, now) for member in members)), None)) is not None:
             conditions = observe(conditions, kind, "Unknown", wait.reason, f"{wait.message}; hint: {wait.hint}", now)
         elif any(member.started_at is not None for member in members):
             conditions = observe(conditions, kind, "Unknown", "Running", f"{len(done)} of {len(members)} done", now)
@@ -251,11 +239,11 @@ def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) ->
     return conditions
 
 
-def _wait_of(one: ObservedStage, seen: ObservedJob, now: datetime) -> WaitingPod | None:
+def _wait_of(member: ObservedStage, seen: ObservedJob, now: datetime) -> WaitingPod | None:
     """Why a member of a stage does not begin or go on, where its pod has no node."""
-    if one.manifest is not None or seen.run.state != "running":
+    if member.manifest is not None or seen.run.state != "running":
         return None
-    return wait_of(one.stage, one.key, one.started_at, seen.waiting_pods, now)
+    return wait_of(member.stage, member.key, member.started_at, seen.waiting_pods, now)
 
 
 def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Action) -> ActionPlan:
@@ -266,7 +254,7 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
     status = JobStatus(
         phase=phase_of(conditions, started=started, cancel_requested=seen.cancel_requested or seen.delete_requested),
         observed_generation=previous.observed_generation, conditions=conditions,
-        stages=tuple(_stage_status(one, seen, over, now) for one in seen.stages) or previous.stages,
+        stages=tuple(_stage_status(member, seen, over, now) for member in seen.stages) or previous.stages,
         run_id=seen.run.run_id or previous.run_id, attempt=seen.attempt, best=seen.best or previous.best,
         decision=seen.decision, endpoint=seen.serving.endpoint or previous.endpoint,
         started_at=previous.started_at or (now if started else None),
@@ -274,27 +262,29 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
     return ActionPlan(actions, status)
 
 
-def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool, now: datetime) -> StageStatus:
-    before = next((each for each in seen.previous.stages if (each.stage, each.key) == (one.stage, one.key)), None)
-    if before is not None and before.state == "Succeeded" and one.manifest is not None:
+def _stage_status(member: ObservedStage, seen: ObservedJob, over: bool, now: datetime) -> StageStatus:
+    before = next((each for each in seen.previous.stages if (each.stage, each.key) == (member.stage, member.key)), None)
+    if before is not None and before.state == "Succeeded" and member.manifest is not None:
         return before  # keeps the number of the attempt that finished it
     state: StageState
-    if one.manifest is not None:
+    if member.manifest is not None:
         state = "Succeeded"
-    elif seen.run.state == "running" and one.started_at is not None:
+    elif seen.run.state == "running" and member.started_at is not None:
         state = "Running"  # a failure record in its directory is of an earlier start
-    elif one.failure is not None:
+    elif member.failure is not None:
         state = "Failed"
     elif seen.cancel_requested or seen.delete_requested:
         state = "Cancelled"
     else:
         state = "Skipped" if over else "Pending"
-    failure = one.failure if state == "Failed" else None
-    why = failure or (_wait_of(one, seen, now) if state in ("Pending", "Running") else None)
-    ended = failure.time if failure else datetime.fromisoformat(one.manifest.finished_at) if one.manifest else None
-    progress = one.progress
+    failure = member.failure if state == "Failed" else None
+    why = failure or (_wait_of(member, seen, now) if state in ("Pending", "Running") else None)
+    ended = failure.time if failure else None
+    if member.manifest is not None:
+        ended = datetime.fromisoformat(member.manifest.finished_at)
+    progress = member.progress
     return StageStatus(
-        stage=one.stage, key=one.key, state=state, attempt=seen.run.attempt, started_at=one.started_at,
+        stage=member.stage, key=member.key, state=state, attempt=seen.run.attempt, started_at=member.started_at,
         finished_at=ended,
         progress=None if progress is None else Progress(
             done=progress.done, total=progress.total, unit=progress.unit, rate=progress.rate, eta_s=progress.eta_s,

@@ -6,7 +6,7 @@ them) whose tokens equal the undrafted engine's. Parts that a job did not reach 
 report as well.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from statistics import fmean
 
@@ -33,18 +33,32 @@ def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequenc
                  hardware: HardwareReport | None = None) -> dict[str, JsonValue]:
     """The report of a job from its stages' manifests, conditions, decision and endpoint. `total_s` counts from
     submission."""
-    benchmarks = [one.report for one in manifests if isinstance(one.report, BenchmarkReport)]
-    tuned = next((one.report for one in manifests if isinstance(one.report, TuneReport)), None)
-    proof = next((one.report for one in manifests if isinstance(one.report, ProveReport)), None)
+    stage_reports = [manifest.report for manifest in manifests]
+    benchmarks = [report for report in stage_reports if isinstance(report, BenchmarkReport)]
+    tuned = next((report for report in stage_reports if isinstance(report, TuneReport)), None)
+    proof = next((report for report in stage_reports if isinstance(report, ProveReport)), None)
+    # Wall time of the programs by stage, all candidates and checkpoints together.
+    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
+    for manifest in manifests:
+        took = datetime.fromisoformat(manifest.finished_at) - datetime.fromisoformat(manifest.started_at)
+        spent[manifest.stage] = spent.get(manifest.stage, 0.0) + took.total_seconds()
+    # What was taken over from earlier jobs, of what there is (`reuse`).
+    reused: dict[str, JsonValue] = {}
+    for report in stage_reports:
+        if isinstance(report, RegenerateReport):
+            reused |= {"answers": report.rows_reused, "all_answers": report.rows_answered}
+        elif isinstance(report, CaptureReport):
+            reused |= {"state_bytes": report.bytes_reused, "all_state_bytes": report.bytes}
     return {
         "job": job_id,
         "outcome": _outcome(conditions),
-        "seconds": _seconds(manifests, total_s),
-        "reused": _reused(manifests),
-        "checkpoints": [_checkpoint(one) for one in benchmarks],
+        "seconds": {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)},
+        "reused": reused,
+        "checkpoints": [_checkpoint(report) for report in benchmarks],
         "baseline": _baseline(benchmarks),
-        "tuning": [] if tuned is None else [_shape(cell.tree.model_dump(), cell.tau, cell.tokens_per_s, cell.speedup)
-                                            for cell in tuned.cells],
+        "tuning": [] if tuned is None else [
+            {**cell.tree.model_dump(), "tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "speedup": cell.speedup}
+            for cell in tuned.cells],
         "proof": None if proof is None else _proof(proof),
         "hardware": None if hardware is None else hardware.model_dump(mode="json", exclude={"load"}),
         "finding": None if tuned is None else tuned.finding,
@@ -69,26 +83,6 @@ def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
     return {"succeeded": succeeded.status == "True", "reason": succeeded.reason, "message": succeeded.message}
 
 
-def _seconds(manifests: Sequence[Manifest], total_s: float) -> dict[str, JsonValue]:
-    """Wall time of the programs by stage, all candidates and checkpoints together."""
-    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
-    for one in manifests:
-        took = datetime.fromisoformat(one.finished_at) - datetime.fromisoformat(one.started_at)
-        spent[one.stage] = spent.get(one.stage, 0.0) + took.total_seconds()
-    return {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)}
-
-
-def _reused(manifests: Sequence[Manifest]) -> dict[str, JsonValue]:
-    """What was taken over from earlier jobs, of what there is (`reuse`)."""
-    found: dict[str, JsonValue] = {}
-    for report in (one.report for one in manifests):
-        if isinstance(report, RegenerateReport):
-            found |= {"answers": report.rows_reused, "all_answers": report.rows_answered}
-        elif isinstance(report, CaptureReport):
-            found |= {"state_bytes": report.bytes_reused, "all_state_bytes": report.bytes}
-    return found
-
-
 def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
     suites: dict[str, JsonValue] = {}
     for suite in dict.fromkeys(cell.suite for cell in report.cells):
@@ -96,11 +90,11 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
     return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
             "rival": report.rival, "dropped": report.dropped,
             "lossless": report.lossless, "suites": suites,
-            "concurrent": [{"concurrency": one.concurrency, "temperature": one.temperature, "speedup": one.speedup,
-                            "speedup_interval": [one.speedup_interval.low, one.speedup_interval.high],
-                            "tau": one.tau, "tokens_per_s": one.tokens_per_s,
-                            "baseline_tokens_per_s": one.baseline_tokens_per_s, "identical": one.identical,
-                            "requests": one.requests} for one in report.concurrent]}
+            "concurrent": [{"concurrency": load.concurrency, "temperature": load.temperature, "speedup": load.speedup,
+                            "speedup_interval": [load.speedup_interval.low, load.speedup_interval.high],
+                            "tau": load.tau, "tokens_per_s": load.tokens_per_s,
+                            "baseline_tokens_per_s": load.baseline_tokens_per_s, "identical": load.identical,
+                            "requests": load.requests} for load in report.concurrent]}
 
 
 def _cell(cell: CellReport) -> dict[str, JsonValue]:
@@ -115,17 +109,13 @@ def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:
     `prompts` is null when `transformers` was not timed; `tokens_per_s` is then over everything the first benchmark
     measured.
     """
-    compared = next((one for one in benchmarks if one.transformers_generate_tokens_per_s is not None), None)
+    compared = next((report for report in benchmarks if report.transformers_generate_tokens_per_s is not None), None)
     if compared is None:
         return {"tokens_per_s": benchmarks[0].baseline_tokens_per_s if benchmarks else None,
                 "transformers_generate_tokens_per_s": None, "prompts": None}
     return {"tokens_per_s": compared.transformers_baseline_tokens_per_s,
             "transformers_generate_tokens_per_s": compared.transformers_generate_tokens_per_s,
             "prompts": compared.transformers_prompts}
-
-
-def _shape(tree: dict[str, JsonValue], tau: float, tokens_per_s: float, speedup: float) -> dict[str, JsonValue]:
-    return {**tree, "tau": tau, "tokens_per_s": tokens_per_s, "speedup": speedup}
 
 
 def _proof(proof: ProveReport) -> dict[str, JsonValue]:
@@ -146,38 +136,30 @@ def _proof(proof: ProveReport) -> dict[str, JsonValue]:
 def _variants(load: LoadReport) -> list[JsonValue]:
     """Every drafted variant at every load, against no drafter; `speedup` for all users together and for a single
     one."""
-    cells = {(one.variant, one.level): one.total for one in load.levels}
-    found: list[JsonValue] = []
-    for one in load.comparisons:
-        mine, plain = cells[one.variant, one.level], cells[one.baseline, one.level]
-        found.append({
-            "variant": one.variant, "users": one.level, "speedup": one.throughput_ratio,
-            "speedup_interval": [one.throughput_interval.low, one.throughput_interval.high],
-            "user_speedup": one.user_ratio, "tokens_per_s": mine.tokens_per_s, "off_tokens_per_s": plain.tokens_per_s,
+    cells = {(level.variant, level.level): level.total for level in load.levels}
+    variants: list[JsonValue] = []
+    for pair in load.comparisons:
+        mine, plain = cells[pair.variant, pair.level], cells[pair.baseline, pair.level]
+        variants.append({
+            "variant": pair.variant, "users": pair.level, "speedup": pair.throughput_ratio,
+            "speedup_interval": [pair.throughput_interval.low, pair.throughput_interval.high],
+            "user_speedup": pair.user_ratio, "tokens_per_s": mine.tokens_per_s, "off_tokens_per_s": plain.tokens_per_s,
             "ttft_p99_s": None if mine.ttft_s is None else mine.ttft_s.p99,
             "off_ttft_p99_s": None if plain.ttft_s is None else plain.ttft_s.p99, "tau": mine.tau,
-            "identical": one.identical, "compared": one.compared})
-    return found
+            "identical": pair.identical, "compared": pair.compared})
+    return variants
 
 
 def _promoted(tuned: TuneReport, decision: PromotionDecision) -> dict[str, JsonValue]:
-    greedy = [cell for cell in tuned.final.cells if cell.temperature == 0.0]
-    sampled = [cell for cell in tuned.final.cells if cell.temperature > 0.0]
+    cells = {"greedy": [cell for cell in tuned.final.cells if cell.temperature == 0.0],
+             "sampled": [cell for cell in tuned.final.cells if cell.temperature > 0.0]}
+    compared = {kind: [cell for cell in those if cell.compared] for kind, those in cells.items()}
     return {
         "checkpoint": tuned.checkpoint, **tuned.winner.model_dump(),
         "tau": fmean(cell.tau for cell in tuned.final.cells),
-        "speedup": {"greedy": _mean_speedup(greedy), "sampled": _mean_speedup(sampled)},
+        "speedup": {kind: fmean(cell.speedup for cell in those) if those else None for kind, those in cells.items()},
         "baseline_tokens_per_s": tuned.final.baseline_tokens_per_s,
-        "identical": {"greedy": _all_identical(greedy), "sampled": _all_identical(sampled)},
+        "identical": {kind: all(cell.identical == cell.prompts for cell in those) if those else None
+                      for kind, those in compared.items()},
         "reasons": list(decision.reasons),
     }
-
-
-def _mean_speedup(cells: Iterable[CellReport]) -> float | None:
-    values = [cell.speedup for cell in cells]
-    return fmean(values) if values else None
-
-
-def _all_identical(cells: Sequence[CellReport]) -> bool | None:
-    compared = [cell for cell in cells if cell.compared]
-    return all(cell.identical == cell.prompts for cell in compared) if compared else None

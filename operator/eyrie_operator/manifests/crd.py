@@ -156,9 +156,9 @@ def structural(model: type[BaseModel], *, defaults: bool = True) -> Schema:
 
 def _unmarked(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_unmarked(one) for one in schema]
+        return [_unmarked(item) for item in schema]
     if isinstance(schema, dict):
-        return {name: _unmarked(one) for name, one in schema.items() if name != DEPENDS}
+        return {name: _unmarked(part) for name, part in schema.items() if name != DEPENDS}
     return schema
 
 
@@ -175,7 +175,7 @@ class _Writer:
         unknown = set(source) - set(_KEPT) - _MET - {"x-kubernetes-validations", DEPENDS}
         if unknown or "anyOf" in source or "allOf" in source or "prefixItems" in source:
             what = sorted(unknown) or "a union, or a tuple of unlike values,"
-            raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be said in a structural schema")
+            raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be expressed in a structural schema")
         target: Schema = {key: source[key] for key in _KEPT if key in source}
         self._bounds(source, target)
         if "const" in source:
@@ -193,8 +193,14 @@ class _Writer:
             if key:
                 target |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(key)}
         elif target["type"] == "object":
-            self._object(source, target)
-        self._default(source, target)
+            self._fields(source, target)
+            rules = [*source.get("x-kubernetes-validations", ()),
+                     *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
+            if rules and self._defaults:  # a status is written by the operator: rules are for users' input
+                target["x-kubernetes-validations"] = rules
+        if self._defaults and source.get("default") is not None:
+            # What a default that depends on the job would be, until `_smallest` has left it out of its section's.
+            target[DEPENDS if DEPENDS in source else "default"] = _smallest(source["default"], target)
         return target
 
     def _resolve(self, source: Schema) -> tuple[Schema, bool]:
@@ -208,7 +214,7 @@ class _Writer:
             options = source.get("anyOf")
             if options is None:
                 return source, nullable
-            real = [one for one in options if one.get("type") != "null"]
+            real = [option for option in options if option.get("type") != "null"]
             if len(real) != 1 or len(real) == len(options):
                 raise NotStructural(f"{source.get('title')}: a union of {len(real)} kinds; give it a discriminator")
             nullable = True
@@ -224,9 +230,9 @@ class _Writer:
         if target.get("type") == "integer":
             target["format"] = "int64"
 
-    def _object(self, source: Schema, target: Schema) -> None:
+    def _fields(self, source: Schema, target: Schema) -> None:
         if "properties" in source:
-            target["properties"] = {name: self.write(one) for name, one in source["properties"].items()}
+            target["properties"] = {name: self.write(part) for name, part in source["properties"].items()}
             if not self._defaults and "required" in target:  # nulls of a status are not stored
                 target["required"] = [name for name in target["required"]
                                       if not self._resolve(source["properties"][name])[1]]
@@ -236,35 +242,24 @@ class _Writer:
             target["additionalProperties"] = self.write(source["additionalProperties"])
         else:
             target["x-kubernetes-preserve-unknown-fields"] = True
-        if not self._defaults:  # a status is written by the operator: rules are for users' input
-            return
-        rules = [*source.get("x-kubernetes-validations", ()),
-                 *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
-        if rules:
-            target["x-kubernetes-validations"] = rules
-
-    def _default(self, source: Schema, target: Schema) -> None:
-        if self._defaults and source.get("default") is not None:
-            # What a default that depends on the job would be, until `_smallest` has left it out of its section's.
-            target[DEPENDS if DEPENDS in source else "default"] = _smallest(source["default"], target)
 
     def _merged_union(self, source: Schema) -> Schema:
         """A tagged union as one object: the tag, required, the fields of every variant, and rules per variant."""
         tag = source.get("discriminator", {}).get("propertyName")
         if tag is None:
             raise NotStructural(f"{source.get('title')}: a union without a discriminator")
-        variants = [self._resolve(one)[0] for one in source["oneOf"]]
-        tags = [one["properties"][tag].get("const") for one in variants]
+        variants = [self._resolve(variant)[0] for variant in source["oneOf"]]
+        tags = [variant["properties"][tag].get("const") for variant in variants]
         properties: Schema = {tag: {"type": "string", "enum": tags}}
         rules: list[dict[str, str]] = []
         for value, variant in zip(tags, variants, strict=True):
-            for name, one in variant["properties"].items():
+            for name, schema in variant["properties"].items():
                 if name == tag:
                     continue
-                if name in properties and properties[name] != one:
+                if name in properties and properties[name] != schema:
                     raise NotStructural(f"{variant.get('title')}.{name}: differs from that field of another variant")
                 # The server would fill in the default of one variant for all of them.
-                properties[name] = {key: part for key, part in one.items() if key != "default"}
+                properties[name] = {key: part for key, part in schema.items() if key != "default"}
             rules += [{"rule": f"self.{tag} != '{value}' || has(self.{name})", "message": f"{name} is required"}
                       for name in variant.get("required", ()) if name != tag]
         rest = {key: value for key, value in source.items() if key in ("description", "default", "title")}
@@ -275,13 +270,12 @@ class _Writer:
 def _smallest(value: Any, schema: Schema) -> Any:
     """The default without nulls, and without values that defaults of inner fields fill in or that depend on the job."""
     if not isinstance(value, dict):
-        return [_smallest(one, schema.get("items", {})) for one in value] if isinstance(value, list) else value
-    inside = schema.get("properties", {})
+        return [_smallest(item, schema.get("items", {})) for item in value] if isinstance(value, list) else value
     small = {}
-    for name, one in value.items():
-        reduced = _smallest(one, inside.get(name, {}))
-        field = inside.get(name, {})
-        if one is not None and not any(key in field and field[key] == reduced for key in ("default", DEPENDS)):
+    for name, part in value.items():
+        field = schema.get("properties", {}).get(name, {})
+        reduced = _smallest(part, field)
+        if part is not None and not any(key in field and field[key] == reduced for key in ("default", DEPENDS)):
             small[name] = reduced
     return small
 

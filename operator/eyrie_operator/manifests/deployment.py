@@ -149,9 +149,9 @@ class EndpointDeployment:
         num_gpus = self.placement.num_gpus
         if isinstance(self.engine, EmbeddedEnginePods):
             if given.key_secret is not None:
-                raise Undeployable("key_secret is given and the embedded engine knows no keys: anybody in the cluster "
-                                   "could send it requests", "serve with engine sglang, or leave key_secret out and "
-                                   "restrict by NetworkPolicy")
+                raise Undeployable("key_secret is given and the embedded engine supports no keys: any client in the "
+                                   "cluster could send it requests", "serve with engine sglang, or leave key_secret "
+                                   "out and restrict by NetworkPolicy")
         elif self.engine.plan.machine.platform == "cpu":
             if num_gpus:
                 raise Undeployable(f"placement.num_gpus {num_gpus} with hardware profile "
@@ -225,7 +225,6 @@ def object_name(endpoint: str, revision: int | None = None, part: str = "") -> s
 
 
 def service_name(endpoint: str, revision: int) -> str:
-    """Name of one revision's Service."""
     return object_name(endpoint, revision, "http")
 
 

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.contract.status import Endpoint, Revision
+from eyrie_api.contract.status import Endpoint
 from eyrie_operator.endpoints.plan import MIN_ROUNDS, proven_tau
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
@@ -86,7 +86,7 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
             rendered += [monitor, _rules(endpoint, deployment, wanted, series)]
         rendered.append(_dashboard(endpoint, deployment, series))
     if deployment.scaled:
-        numbers = {one.number for one in endpoint.revisions}
+        numbers = {revision.number for revision in endpoint.revisions}
         rendered += [_scaler(endpoint, deployment, number, series) for number in wanted.engines if number in numbers]
     return rendered
 
@@ -94,8 +94,16 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
 def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState, series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
-    rules = [_collapse_rule(endpoint, deployment, one, series) for one in endpoint.revisions
-             if one.number in wanted.engines and proven_tau(one, deployment.counts_drafted) is not None]
+    rules = []
+    for revision in endpoint.revisions:
+        proven = proven_tau(revision, deployment.counts_drafted)
+        if revision.number in wanted.engines and proven is not None:
+            of_revision, least = _ours(endpoint, deployment, revision.number), deployment.min_acceptance_ratio * proven
+            enough = f"sum(increase({series.rounds}{{{of_revision}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
+            rules.append(_rule(
+                "EyrieAcceptanceCollapsed", f"({_tau(series, of_revision)}) < {least:.4g} and {enough}", "0m",
+                "warning", endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
+                f"{deployment.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number)))
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
@@ -110,17 +118,6 @@ def _rules(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutSt
     rendered["metadata"]["labels"] |= deployment.cluster.monitoring_labels
     rendered["spec"] = {"groups": [{"name": f"eyrie-{endpoint.name}", "rules": rules}]}
     return rendered
-
-
-def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, series: Series) -> Manifest:
-    proven = proven_tau(revision, deployment.counts_drafted)
-    assert proven is not None
-    ours = _ours(endpoint, deployment, revision.number)
-    least = deployment.min_acceptance_ratio * proven
-    enough = f"sum(increase({series.rounds}{{{ours}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
-    return _rule("EyrieAcceptanceCollapsed", f"({_tau(series, ours)}) < {least:.4g} and {enough}", "0m", "warning",
-                 endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
-                 f"{deployment.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
 
 
 def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: Endpoint, summary: str,
@@ -166,7 +163,12 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
         ("Responses per second", f"sum by ({by}) (rate({answered}[5m]))", "reqps"),
         ("Failed responses per second", f"sum by ({by}) (rate({failed}[5m]))", "reqps"),
     )
-    panels = [_panel(number, title, expression, unit, by) for number, (title, expression, unit) in enumerate(drawn)]
+    panels = [{"id": number + 1, "type": "timeseries", "title": title,
+               "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+               "datasource": {"type": "prometheus", "uid": "${datasource}"},
+               "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+               "targets": [{"refId": "A", "expr": expression, "legendFormat": f"revision {{{{{by}}}}}"}]}
+              for number, (title, expression, unit) in enumerate(drawn)]
     document: dict[str, Any] = {
         "uid": digest(f"{deployment.cluster.namespace}/{endpoint.name}")[7:47],  # Grafana allows 40 characters
         "title": f"Eyrie endpoint {endpoint.name}", "tags": ["eyrie"],
@@ -177,14 +179,6 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
     return rendered | {"data": {f"eyrie-{endpoint.name}.json": json.dumps(document, indent=1, sort_keys=True) + "\n"}}
 
 
-def _panel(number: int, title: str, expression: str, unit: str, by: str) -> dict[str, Any]:
-    return {"id": number + 1, "type": "timeseries", "title": title,
-            "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
-            "datasource": {"type": "prometheus", "uid": "${datasource}"},
-            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-            "targets": [{"refId": "A", "expr": expression, "legendFormat": f"revision {{{{{by}}}}}"}]}
-
-
 def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW) -> str:
     total = "sum" if by is None else f"sum by ({by})"
     return (f"{total} (rate({series.round_tokens}{{{ours}}}[{window}])) / "
@@ -193,14 +187,14 @@ def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW
 
 def _answers(series: Series, ours: str) -> tuple[str, str]:
     """Selectors of responses to clients, and of the failed ones among them."""
-    found = f"{ours}{series.client_labels}"
-    return f"{series.answered}{{{found}}}", f"{series.answered}{{{found}{series.failed_labels}}}"
+    matchers = f"{ours}{series.client_labels}"
+    return f"{series.answered}{{{matchers}}}", f"{series.answered}{{{matchers}{series.failed_labels}}}"
 
 
 def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | None = None) -> str:
     """Label matchers of the endpoint's series."""
-    found = f'namespace="{deployment.cluster.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
-    return found if revision is None else f'{found},{_label(REVISION_LABEL)}="{revision}"'
+    matchers = f'namespace="{deployment.cluster.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
+    return matchers if revision is None else f'{matchers},{_label(REVISION_LABEL)}="{revision}"'
 
 
 def _label(name: str) -> str:

@@ -20,13 +20,14 @@ from eyrie_operator.manifests.deployment import (
     EndpointDeployment,
     Manifest,
     described,
+    digest,
     labels,
     object_name,
     selector,
     service_name,
 )
 from eyrie_operator.manifests.monitoring import render_monitoring
-from eyrie_operator.manifests.pods import ADAPTIVE_FILE, EngineLine, engine_line, pod_annotations, pod_spec
+from eyrie_operator.manifests.pods import ADAPTIVE_FILE, EngineLine, engine_line, pod_spec
 from eyrie_operator.manifests.rollout import (
     CANARY_REVISION,
     CANARY_SHARE,
@@ -56,14 +57,11 @@ def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
     return (*rendered, *render_monitoring(endpoint, deployment, wanted))
 
 
-def base_url(endpoint: str, namespace: str) -> str:
-    """OpenAI-compatible base URL of the stable Service, for clients in the cluster."""
-    return f"http://{object_name(endpoint)}.{namespace}.svc/v1"
-
-
-def revision_base_url(endpoint: str, revision: int, namespace: str) -> str:
-    """The same of a revision's own Service, which exists while the revision has an engine."""
-    return f"http://{service_name(endpoint, revision)}.{namespace}.svc/v1"
+def base_url(endpoint: str, namespace: str, revision: int | None = None) -> str:
+    """OpenAI-compatible base URL for clients in the cluster: of the stable Service, or of a revision's own, which
+    exists while the revision has an engine."""
+    name = object_name(endpoint) if revision is None else service_name(endpoint, revision)
+    return f"http://{name}.{namespace}.svc/v1"
 
 
 def _render_revision(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment) -> list[Manifest]:
@@ -91,7 +89,12 @@ def _render_revision(endpoint: Endpoint, revision: Revision, deployment: Endpoin
 def _workload(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment, line: EngineLine,
               adaptive_map: str | None) -> Manifest:
     number, given, pods = revision.number, deployment.cluster, selector(endpoint.name, revision.number)
-    annotations = pod_annotations(deployment, line) | {"kubectl.kubernetes.io/default-container": "engine"}
+    # Digests of what the pod reads but its spec does not show: when one changes, the pods are replaced.
+    annotations = {"kubectl.kubernetes.io/default-container": "engine"}
+    if line.adaptive is not None:
+        annotations["eyrie.dev/adaptive-digest"] = digest(line.adaptive)
+    if line.drafter is not None and line.drafter.digest is not None:
+        annotations["eyrie.dev/drafter-digest"] = line.drafter.digest
     template: Manifest = {
         "metadata": {"labels": labels(endpoint.name, number, SERVER), "annotations": annotations},
         "spec": pod_spec(deployment, line, adaptive_map) | {"topologySpreadConstraints": [{

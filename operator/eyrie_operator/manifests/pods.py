@@ -31,7 +31,6 @@ from eyrie_operator.manifests.deployment import (
     Manifest,
     StoredDrafter,
     Undeployable,
-    digest,
     fetched,
 )
 from eyrie_workers.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
@@ -108,7 +107,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:
     """Arguments of which the kubelet expands nothing. It replaces `$(NAME)` in commands and variables by the value of a
     variable of the container, secrets included, and `$$` by `$`; a target's name may hold either."""
-    return tuple(one.replace("$", "$$") for one in arguments)
+    return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 def _drafter(revision: Revision, deployment: EndpointDeployment) -> DrafterFiles | None:
@@ -151,16 +150,6 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     if first:
         spec["initContainers"] = first
     return spec | _scheduling(placement)
-
-
-def pod_annotations(deployment: EndpointDeployment, line: EngineLine) -> dict[str, str]:
-    """Digests of what the pod reads but its spec does not show: when one changes, the pods are replaced."""
-    found: dict[str, str] = {}
-    if line.adaptive is not None:
-        found["eyrie.dev/adaptive-digest"] = digest(line.adaptive)
-    if line.drafter is not None and line.drafter.digest is not None:
-        found["eyrie.dev/drafter-digest"] = line.drafter.digest
-    return found
 
 
 def _engine(deployment: EndpointDeployment, line: EngineLine, mounts: list[Manifest]) -> Manifest:
@@ -239,8 +228,8 @@ def _ours(deployment: EndpointDeployment, name: str, mounts: list[Manifest], mod
 
 
 def _secret_variables(placement: Placement) -> list[Manifest]:
-    return [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
-            for one in placement.secret_variables]
+    return [{"name": secret.variable, "valueFrom": {"secretKeyRef": {"name": secret.secret, "key": secret.key}}}
+            for secret in placement.secret_variables]
 
 
 def _confined(deployment: EndpointDeployment) -> Manifest:
@@ -296,8 +285,8 @@ def _work_mounts(placement: Placement) -> list[Manifest]:
 
 
 def _host_mounts(placement: Placement) -> list[Manifest]:
-    return [{"name": f"host-{number}", "mountPath": one.mount_path, "readOnly": one.read_only}
-            for number, one in enumerate(placement.host_paths)]
+    return [{"name": f"host-{number}", "mountPath": host.mount_path, "readOnly": host.read_only}
+            for number, host in enumerate(placement.host_paths)]
 
 
 def _scheduling(placement: Placement) -> Manifest:
@@ -305,7 +294,7 @@ def _scheduling(placement: Placement) -> Manifest:
         "serviceAccountName": placement.service_account, "priorityClassName": placement.priority_class,
         "imagePullSecrets": [{"name": name} for name in placement.image_pull_secrets],
         "nodeSelector": dict(placement.node_selector),
-        "tolerations": [one.model_dump(exclude_none=True) for one in placement.tolerations],
+        "tolerations": [toleration.model_dump(exclude_none=True) for toleration in placement.tolerations],
     }
     if placement.gpu_type is not None:
         wanted["nodeSelector"][placement.gpu_type_label] = placement.gpu_type

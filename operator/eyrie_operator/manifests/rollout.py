@@ -81,8 +81,6 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class ObjectRef:
-    """One object in the endpoint's namespace."""
-
     api_version: str
     kind: str
     name: str
@@ -92,7 +90,7 @@ def steady_state(endpoint: Endpoint) -> RolloutState:
     """The state without a rollout in progress: the active revision serves, a candidate runs without a share."""
     if endpoint.desired == "off":
         return RolloutState()
-    numbers = {one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None}
+    numbers = {number for number in (endpoint.active_revision, endpoint.candidate_revision) if number is not None}
     return RolloutState(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
 
 
@@ -111,8 +109,9 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
                 wanted = replace(wanted, serving=revision, canary=None)
             case act.ShareRoute(revision=revision, serving=serving, share=share):
                 wanted = replace(wanted, serving=serving, canary=ObservedCanary(revision, share, now))
-            case act.RetireEngine() | act.KillEngine() | act.DeleteEngine():
-                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != action.revision))
+            case act.EndEngine():
+                wanted = replace(wanted, engines=tuple(number for number in wanted.engines
+                                                       if number != action.revision))
             case _:
                 pass  # recorded in the database; no object changes
     # A revision without a workload gets no requests.
@@ -135,19 +134,21 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
     """The state read back from the endpoint's objects; other objects are ignored."""
     engines: set[int] = set()
     entry: Mapping[str, Any] | None = None
-    for one in objects:
-        labels = one["metadata"].get("labels", {})
+    for each in objects:
+        labels = each["metadata"].get("labels", {})
         if labels.get(ENDPOINT_LABEL) != endpoint:
             continue
-        if one["kind"] == WORKLOAD:
+        if each["kind"] == WORKLOAD:
             engines.add(int(labels[REVISION_LABEL]))
-        elif one["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
-            entry = one
+        elif each["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
+            entry = each
     wanted = RolloutState(engines=tuple(sorted(engines)))
     if entry is None:
         return wanted
-    selected = entry["spec"]["selector"][REVISION_LABEL]
-    return replace(wanted, open=True, serving=None if selected == NO_REVISION else int(selected), canary=_canary(entry))
+    selected, notes = entry["spec"]["selector"][REVISION_LABEL], entry["metadata"].get("annotations", {})
+    canary = ObservedCanary(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
+                            datetime.fromisoformat(notes[CANARY_SINCE])) if CANARY_REVISION in notes else None
+    return replace(wanted, open=True, serving=None if selected == NO_REVISION else int(selected), canary=canary)
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
@@ -156,19 +157,10 @@ def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
 
     Objects created by controllers from ours (pods, ReplicaSets, an autoscaler) are garbage-collected with their owner.
     """
-    kept = {(one["kind"], one["metadata"]["name"]) for one in manifests}
-    return tuple(ObjectRef(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in objects
-                 if one["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint
-                 and one["kind"] in KINDS
-                 and (one["kind"], one["metadata"]["name"]) not in kept)
-
-
-def _canary(entry: Mapping[str, Any]) -> ObservedCanary | None:
-    notes = entry["metadata"].get("annotations", {})
-    if CANARY_REVISION not in notes:
-        return None
-    return ObservedCanary(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
-                       datetime.fromisoformat(notes[CANARY_SINCE]))
+    rendered = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
+    return tuple(ObjectRef(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in objects
+                 if each["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint and each["kind"] in KINDS
+                 and (each["kind"], each["metadata"]["name"]) not in rendered)
 
 
 def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int,
@@ -194,38 +186,38 @@ def observe_engines(endpoint: str, objects: Iterable[_Object], *, serving: int |
     objects   workloads and pods; others are ignored
     replicas  replicas that a candidate must have
     """
-    ours = [one for one in objects if one["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint]
-    found = []
+    ours = [each for each in objects if each["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint]
+    engines = []
     for workload in ours:
         if workload["kind"] != WORKLOAD:
             continue
         revision = int(workload["metadata"]["labels"][REVISION_LABEL])
-        pods = [one for one in ours if one["kind"] == "Pod"
-                and one["metadata"]["labels"].get(REVISION_LABEL) == str(revision)
-                and "deletionTimestamp" not in one["metadata"]]
-        found.append(_engine(workload, revision, pods, needed=1 if revision == serving else replicas))
-    return tuple(sorted(found, key=lambda one: one.revision))
+        pods = [each for each in ours if each["kind"] == "Pod"
+                and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)
+                and "deletionTimestamp" not in each["metadata"]]
+        engines.append(_engine(workload, revision, pods, needed=1 if revision == serving else replicas))
+    return tuple(sorted(engines, key=lambda engine: engine.revision))
 
 
 def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: int) -> ObservedEngine:
     status = workload.get("status", {})
-    statuses = [one for pod in pods for one in (*pod.get("status", {}).get("initContainerStatuses", ()),
-                                                *pod.get("status", {}).get("containerStatuses", ()))]
+    statuses = [container for pod in pods for container in (*pod.get("status", {}).get("initContainerStatuses", ()),
+                                                            *pod.get("status", {}).get("containerStatuses", ()))]
     up_to_date = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
     available = status.get("availableReplicas", 0)
     state: Literal["starting", "healthy", "dead"] = "starting"
     if up_to_date and available >= needed:
         state = "healthy"
     elif not available and any(
-            (one.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"
-            and one.get("restartCount", 0) >= CRASHES for one in statuses):
+            (container.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"
+            and container.get("restartCount", 0) >= CRASHES for container in statuses):
         state = "dead"
     message = _message(statuses)
     wait = None if message else next(filter(None, map(why_waiting, pods)), None)
     healthy = state == "healthy"
     return ObservedEngine(
         revision=revision, state=state, started_at=datetime.fromisoformat(workload["metadata"]["creationTimestamp"]),
-        starts=0 if healthy else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
+        starts=0 if healthy else 1 + max((container.get("restartCount", 0) for container in statuses), default=0),
         unready_since=None if healthy else min(filter(None, map(_unready_since, pods)), default=None),
         message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
 
@@ -233,7 +225,7 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
 def _unready_since(pod: _Object) -> datetime | None:
     """When a pod lost its readiness, or was created if it never had any; None for one that is ready."""
     conditions = pod.get("status", {}).get("conditions", ())
-    ready: _Object = next((one for one in conditions if one["type"] == "Ready"), {})
+    ready: _Object = next((condition for condition in conditions if condition["type"] == "Ready"), {})
     if ready.get("status") == "True":
         return None
     since = ready.get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
@@ -242,13 +234,14 @@ def _unready_since(pod: _Object) -> datetime | None:
 
 def _message(statuses: list[_Object]) -> str:
     """Why the engine is not available: a container's last exit, or its waiting reason."""
-    for one in statuses:
-        ended = (one.get("lastState", {}).get("terminated") or one.get("state", {}).get("terminated") or {})
+    for container in statuses:
+        ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated") or {}
         if ended and ended.get("exitCode") != 0:
             detail = " ".join(str(ended.get("message") or ended.get("reason") or "").split())
-            return f"{one['name']} ended with exit code {ended['exitCode']}: {detail}"[:_LONGEST]
-    for one in statuses:
-        waiting = one.get("state", {}).get("waiting") or {}
+            return f"{container['name']} ended with exit code {ended['exitCode']}: {detail}"[:_LONGEST]
+    for container in statuses:
+        waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
-            return f"{one['name']} is waiting: {waiting['reason']} {waiting.get('message', '')}".strip()[:_LONGEST]
+            detail = f"{waiting['reason']} {waiting.get('message', '')}".strip()
+            return f"{container['name']} is waiting: {detail}"[:_LONGEST]
     return ""

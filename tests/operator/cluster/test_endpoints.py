@@ -28,6 +28,7 @@ from eyrie_operator.cluster import endpoints as cluster_endpoints
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader
+from eyrie_operator.cluster.reconcile import EndpointObjects
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.deployment import REVISION_LABEL, Owner
 from eyrie_operator.unscheduled import GRACE
@@ -315,7 +316,7 @@ def test_an_operator_that_begins_looks_before_it_writes(harness: Harness) -> Non
 
     fresh = harness.reconciler(owner_of=nothing_heard)
     written = harness.server.num_writes()
-    fresh.discover()
+    fresh.cache.discover()
     fresh.reconcile("chat")
     assert owners == [harness.owner]
     assert harness.server.num_writes() == written
@@ -410,7 +411,7 @@ def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harnes
     assert harness.server.objects == {}
     assert harness.condition("Serving").reason == "Off"
     reconciler.sweep()
-    assert not reconciler.cache.has_objects("chat")
+    assert not EndpointObjects.of(reconciler.cache.known("chat"), "u-7").objects
     harness.endpoints.set_desired("chat", "on")
     settle(reconciler)
     harness.server.run("eyrie-chat-r1")
@@ -421,12 +422,11 @@ def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harnes
 def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(harness: Harness) -> None:
     harness.owner = Owner(uid="u-7", name="chat")
     reconciler = harness.serve_bare()
-    assert reconciler.cache.owned_by("chat", "u-7")
+    assert EndpointObjects.of(reconciler.cache.known("chat"), "u-7").owned
     harness.owner = None
     settle(reconciler)
     reconciler.sweep()
-    assert not reconciler.cache.owned_by("chat", "u-7")
-    assert reconciler.cache.has_objects("chat")
+    assert EndpointObjects.of(reconciler.cache.known("chat"), "u-7") == EndpointObjects(objects=True, owned=False)
 
 
 def test_objects_of_an_unknown_endpoint_are_left_alone(harness: Harness) -> None:

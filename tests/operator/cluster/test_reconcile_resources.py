@@ -15,10 +15,9 @@ from eyrie_operator.cluster.reconcile import (
     Actions,
     AddFinalizer,
     Annotate,
-    CancelJob,
+    ChangeJob,
     CreateEndpoint,
     CreateJob,
-    DeleteJob,
     DeleteResource,
     EndpointObjects,
     JobHistory,
@@ -27,7 +26,6 @@ from eyrie_operator.cluster.reconcile import (
     RemoveFinalizer,
     RemoveWaiting,
     RequeueAfter,
-    RetryJob,
     SetDesired,
     UpdateMirror,
     UpdateServing,
@@ -191,7 +189,7 @@ def test_an_object_applied_suspended_waits_without_a_job() -> None:
 
 def test_suspending_marks_the_attempt_before_it_cancels() -> None:
     actions = look(drafter_job(suspend=True), job(attempt=2))
-    assert actions[:2] == (Annotate(SUSPENDED_ANNOTATION, "2"), CancelJob("job-abc"))
+    assert actions[:2] == (Annotate(SUSPENDED_ANNOTATION, "2"), ChangeJob("cancel", "job-abc"))
     assert conditions(actions)["Suspended"] == ("False", "Stopping")
 
 
@@ -200,19 +198,19 @@ def test_a_suspended_job_is_resumed_as_another_attempt_and_the_mark_taken_away()
     stopped = look(drafter_job(suspend=True, annotations=marked), cancelled())
     assert conditions(stopped)["Suspended"] == ("True", "Suspended")
     assert projected(stopped)["phase"] == "Suspended"
-    assert RetryJob("job-abc") in look(drafter_job(annotations=marked), cancelled())
+    assert ChangeJob("retry", "job-abc") in look(drafter_job(annotations=marked), cancelled())
     assert Annotate(SUSPENDED_ANNOTATION, None) in look(drafter_job(annotations=marked), job(attempt=2))
 
 
 def test_a_job_that_a_person_cancelled_is_not_resumed() -> None:
-    assert not any(isinstance(one, RetryJob) for one in look(drafter_job(), cancelled()))
-    assert not any(isinstance(one, RetryJob)
+    assert not any(isinstance(one, ChangeJob) for one in look(drafter_job(), cancelled()))
+    assert not any(isinstance(one, ChangeJob)
                    for one in look(drafter_job(annotations={SUSPENDED_ANNOTATION: "1"}), cancelled(attempt=2)))
 
 
 def test_suspending_what_has_succeeded_changes_nothing() -> None:
     actions = look(drafter_job(suspend=True), succeeded())
-    assert not any(isinstance(one, CancelJob | Annotate) for one in actions)
+    assert not any(isinstance(one, ChangeJob | Annotate) for one in actions)
     assert projected(actions)["phase"] == "Succeeded"
 
 
@@ -236,7 +234,7 @@ def test_a_running_job_has_no_time_to_live() -> None:
 
 def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_is_gone() -> None:
     waiting = look(drafter_job(deleting=True), job())
-    assert DeleteJob("job-abc") in waiting
+    assert ChangeJob("delete", "job-abc") in waiting
     assert not any(isinstance(one, RemoveFinalizer) for one in waiting)
     assert look(drafter_job(deleting=True), None) == RELEASED
     assert look(drafter_job(deleting=True, held=False), None) == ()
@@ -244,7 +242,7 @@ def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_i
 
 def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
     actions = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
-    assert not any(isinstance(one, DeleteJob | RemoveFinalizer) for one in actions)
+    assert not any(isinstance(one, ChangeJob | RemoveFinalizer) for one in actions)
     assert conditions(actions)["Deleted"] == ("False", "EndpointServes")
     assert "support" in projected(actions)["conditions"][-1]["message"]
 

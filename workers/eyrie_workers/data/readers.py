@@ -208,7 +208,7 @@ def check_source(source: DataSource) -> None:
     if is_remote(source.path):
         remote_files(source.path)
         return
-    if saved_to_disk(Path(source.path)):
+    if saved_to_disk(source.path):
         raise InvalidInput(f"data source {source.path!r} is a directory of save_to_disk", SAVED_TO_DISK_HINT)
     if data_files(source.path):
         return
