@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eyrie_api.errors import InvalidInput
@@ -115,6 +114,8 @@ def test_a_tracker_that_accepts_connections_and_never_answers_delays_the_start_b
 @pytest.mark.slow
 def test_a_tracker_that_goes_away_delays_no_step_and_is_reported_once_at_the_end(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient  # here, since every pytest worker would spend a second on it
+
     server = mlflow_server(tmp_path)
     server.start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.port}")
