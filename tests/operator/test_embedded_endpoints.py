@@ -47,6 +47,7 @@ from eyrie_operator.endpoints.records import retraining_job
 from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.api.samples import benchmark_report, finish_stage
+from tests.waiting import wait_for
 from tests.workers.engines.conftest import drafter, target
 
 __all__ = ["drafter", "target"]
@@ -81,7 +82,8 @@ class Harness:
         def looked() -> bool:
             self.keeper.reconcile("default")
             return holds(self.endpoints.get("default"))
-        assert wait_until(looked, LIMIT_S), self.endpoints.get("default")
+        # At longer intervals than others wait: a look costs 10 ms of the cores on which the engines start.
+        wait_for(looked, "it is as expected", LIMIT_S, every_s=0.1, state=lambda: self.endpoints.get("default"))
         return self.endpoints.get("default")
 
     def serve(self, revision: int) -> Endpoint:

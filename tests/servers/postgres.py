@@ -78,7 +78,7 @@ class Postgres:
 
     @contextmanager
     def lend(self, template: str) -> Iterator[str]:
-        """The URL of a database like `template`, emptied afterwards for the next test: a new one costs four times that."""
+        """The URL of a database like `template`, emptied afterwards for the next test: creating costs more."""
         idle = self._idle.setdefault(template, [])
         loan = idle.pop() if idle else self._loan(self.create(template))
         yield self.url(loan.name)
