@@ -358,6 +358,7 @@ def test_the_candidate_of_a_sweep_that_serves_is_trained_again_on_traffic_alone(
     assert elsewhere.drafter.init_from is None
 
 
+@pytest.mark.slow
 def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harness, drafter: Path) -> None:
     url = harness.serve(1).url
     harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=1_000, max_step_s=600.0)))
@@ -372,6 +373,7 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
 
+@pytest.mark.slow
 def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, drafter: Path, tmp_path: Path) -> None:
     stage = tmp_path / "stages" / "train" / "a"
     files = {f"checkpoints/c/{one.name}": one.read_bytes() for one in drafter.iterdir()}

@@ -410,6 +410,7 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     assert rehearsal.starts() == ["regenerate", "capture", "capture"]
 
 
+@pytest.mark.slow
 def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang", "hang", "hang", "hang"])
     events = job_dir / "stages" / "regenerate" / "events.jsonl"
