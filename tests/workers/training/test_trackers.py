@@ -3,6 +3,7 @@ or hangs is left out within a limited time."""
 
 import socket
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ def test_tensorboard_shows_a_resumed_training_as_one_run(tmp_path: Path) -> None
 
 def test_a_tracker_that_accepts_connections_and_never_answers_delays_the_start_by_its_limit_and_is_left_out(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module("mlflow")  # takes longer than the limit: the server is what is waited for
     monkeypatch.setattr(trackers, "START_S", 0.5)
     stage = Stage(tmp_path, quiet=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:
