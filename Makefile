@@ -122,7 +122,6 @@ test-gpu:  ## kernels, capture, training steps and the engine on this machine's 
 bench-gpu:  ## measurements on a GPU, 13 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
 	@$(WITH_IMAGE) -m benchmarks.gpu --out .eyrie/bench
 
-# cyclonedx-bom is installed for this target alone.
 # CONTAINER=docker (with BuildKit), podman or buildah. PIP_CONF=<file> for an index of your own; BUILD_ARGS goes to the build.
 CONTAINER ?= docker
 REGISTRY ?=
@@ -147,12 +146,18 @@ image-sglang:  ## SGLang's image with Eyrie, for stages that measure in SGLang
 test-images: image-api image-operator image-workers  ## those of API, operator and workers, built and run: user, contents, tables, API, a stage program
 	@CONTAINER=$(CONTAINER) PREFIX=$(if $(REGISTRY),$(REGISTRY)/)eyrie TAG=$(TAG) bash tests/helm/run_images.sh
 
+# In an environment of its own. In ours it would be in the documents, and what it brings for jsonschema would make every
+# import of kubernetes and kfp 1.5 s longer.
+CYCLONEDX = .eyrie/cyclonedx/bin/cyclonedx-py
+$(CYCLONEDX):
+	@$(PYTHON) -m venv .eyrie/cyclonedx
+	@timeout 300 .eyrie/cyclonedx/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt cyclonedx-bom
+
 # Not of image-sglang: what SGLang's image brings is known from the built image alone.
-sbom: setup  ## what an installation and each image consist of, as CycloneDX documents: .eyrie/sbom*.json
-	@$(BIN)/python -c 'import cyclonedx_py' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt cyclonedx-bom
-	@mkdir -p .eyrie && $(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+sbom: setup $(CYCLONEDX)  ## what an installation and each image consist of, as CycloneDX documents: .eyrie/sbom*.json
+	@mkdir -p .eyrie && $(CYCLONEDX) environment --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o .eyrie/sbom.json $(BIN)/python && echo "sbom: .eyrie/sbom.json"
-	@for image in api operator workers; do $(BIN)/cyclonedx-py requirements $$image/requirements.txt --pyproject pyproject.toml \
+	@for image in api operator workers; do $(CYCLONEDX) requirements $$image/requirements.txt --pyproject pyproject.toml \
 	  --output-reproducible --of JSON -o .eyrie/sbom-$$image.json && echo "sbom: .eyrie/sbom-$$image.json" || exit 1; done
 	@$(BIN)/python -m tests.api.console_libraries sbom .eyrie/sbom.json .eyrie/sbom-{api,operator,workers}.json
 

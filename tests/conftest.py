@@ -3,6 +3,7 @@
 Property tests use the same examples every time and have no deadline; `HYPOTHESIS_PROFILE=explore` draws new examples.
 """
 
+import gc
 import inspect
 import os
 
@@ -32,9 +33,19 @@ _session: list[Session] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create the servers' directory in the process that was started; xdist's workers inherit it."""
+    """Create the servers' directory in the process that was started; xdist's workers inherit it.
+
+    While tests are collected nothing is garbage, and full collections took a fifth of the time.
+    """
+    gc.disable()
     if SESSION not in os.environ and not hasattr(config, "workerinput"):
         _session.append(Session())
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported modules from every later garbage collection: each full one took 0.7 s."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

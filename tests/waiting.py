@@ -9,10 +9,12 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T | None], what: str, seconds: float = 120.0, *, every_s: float = 0.01,
-             process: subprocess.Popen[bytes] | subprocess.Popen[str] | None = None) -> T:
+             process: subprocess.Popen[bytes] | subprocess.Popen[str] | None = None,
+             state: Callable[[], object] = lambda: "") -> T:
     """Poll `condition` until it is true, and return its value.
 
-    Fails after so many seconds, or when `process`, which is to bring it about, has ended without.
+    Fails after so many seconds, with the `state` of then, or when `process`, which is to bring it about, has ended
+    without.
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -20,6 +22,6 @@ def wait_for(condition: Callable[[], T | None], what: str, seconds: float = 120.
             value = condition()  # race: it may have become true since it was looked at
             assert value, f"the process ended before: {what}"
             return value
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what} {state()}"
         time.sleep(every_s)
     return value

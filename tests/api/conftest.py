@@ -56,9 +56,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield None
         return
     server = request.getfixturevalue("postgres_server")
-    name = server.create(shared_template(server, "eyrie_migrated", migrate))
-    yield server.url(name)
-    server.drop(name)
+    with server.lend(shared_template(server, "eyrie_migrated", migrate)) as url:
+        yield url
 
 
 @pytest.fixture

@@ -177,8 +177,7 @@ def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_
     assert (spec.name, spec.sweep.families, spec.train.num_checkpoints) == ("two", ("eagle1", "hydra"), 2)
     assert [rival.method for rival in spec.rivals] == ["off", "ngram"]
     def run() -> None:
-        while not (jobs := eyrie.plane.jobs.list(JobFilter(name="watched")).items):
-            time.sleep(0.05)
+        jobs = wait_for(lambda: eyrie.plane.jobs.list(JobFilter(name="watched")).items, "the job is there")
         report = benchmark_report("hydra-step-1", {"chat": (2.0, 1.5)})
         Results(eyrie.plane.database).record(MeasuredCheckpoint(jobs[0].id, "hydra", "tiny", False, report), "drafters")
         eyrie.plane.jobs.save_status(jobs[0].id, ended("Succeeded"))

@@ -24,6 +24,7 @@ from eyrie_workers.engines.process import EngineCommand, start_engine
 from tests.api.conftest import serving
 from tests.workers.engines.request_fields import Served, behind_gateway
 
+DATABASES = ("sqlite",)  # the rows that are read, of endpoints and jobs, are tested on both elsewhere
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
 COMPARE = "/v1alpha1/endpoints/default/compare"
 BODY = {"prompt": "Explain electricity in three sentences.", "max_tokens": 48}

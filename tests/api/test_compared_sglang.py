@@ -13,6 +13,7 @@ from tests.api.conftest import serving
 from tests.api.sglang_endpoint import PROMPT, Engines, add_sglang_endpoint, two_engines
 from tests.api.test_compared_answers import events
 
+DATABASES = ("sqlite",)  # the rows that are read, of endpoints and jobs, are tested on both elsewhere
 BODY = {"prompt": PROMPT, "max_tokens": 32}
 PROMPTS = "/v1alpha1/endpoints/default/recorded-prompts"
 GONE = "http://127.0.0.1:1/v1"

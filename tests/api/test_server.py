@@ -170,9 +170,8 @@ def test_an_unknown_route_and_a_wrong_method_are_problems(server: Running) -> No
     assert answer.headers["allow"] == "GET, POST"
 
 
-def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewhere(server: Running) -> None:
-    with httpx.Client(base_url=server.url, timeout=60.0) as http:  # the document is computed at the first request
-        page, document = http.get("/docs"), http.get("/openapi.json").json()
+def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewhere(shared: Running) -> None:
+    page, document = httpx.get(shared.url + "/docs"), _document(shared.url)
     assert page.status_code == 200
     assert re.findall(r"(?:src|href)=\"(?!#|/openapi.json)", page.text) == []
     assert "<script" not in page.text
@@ -182,15 +181,15 @@ def test_the_page_of_the_api_shows_every_request_and_loads_nothing_from_elsewher
             assert f"<b>{method.upper()}</b> <code>{path}</code>" in page.text
 
 
-def test_a_selection_by_a_form_whose_fields_are_empty_is_in_the_document(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json").json()
+def test_a_selection_by_a_form_whose_fields_are_empty_is_in_the_document(shared: Running) -> None:
+    document = _document(shared.url)
     [temperature] = [one["schema"] for one in document["paths"][f"{JOBS}/{{job_id}}/figures"]["get"]["parameters"]
                      if one["name"] == "temperature"]
     assert {"const": ""} in temperature["anyOf"]
 
 
-def test_every_integer_of_a_path_or_query_is_bounded_so_that_a_database_can_hold_it(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json", timeout=60).json()
+def test_every_integer_of_a_path_or_query_is_bounded_so_that_a_database_can_hold_it(shared: Running) -> None:
+    document = _document(shared.url)
     unbounded, seen = [], 0
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -301,8 +300,8 @@ def test_the_version_names_the_source(server: Running) -> None:
     assert version.code_version.startswith(version.version.split("+")[0])
 
 
-def test_openapi_has_examples_that_validate_and_problems_as_refusals(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json", timeout=60).json()  # made at the first question: 0.6 s of CPU
+def test_openapi_has_examples_that_validate_and_problems_as_refusals(shared: Running) -> None:
+    document = _document(shared.url)
     create = document["paths"][JOBS]["post"]
     examples = create["requestBody"]["content"]["application/json"]["examples"]
     for example in examples.values():
@@ -322,8 +321,8 @@ def _references(value: Any) -> set[str]:
     return set().union(*map(_references, value)) if isinstance(value, list) else set()
 
 
-def test_every_reference_of_the_openapi_document_leads_somewhere(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json", timeout=60).json()
+def test_every_reference_of_the_openapi_document_leads_somewhere(shared: Running) -> None:
+    document = _document(shared.url)
     for reference in _references(document):
         place = document
         for part in reference.removeprefix("#/").split("/"):
@@ -398,6 +397,7 @@ def test_no_body_makes_the_server_fail(shared: Running, body: Any, path: str) ->
 
 @cache
 def _document(url: str) -> Any:
+    """Computed at a server's first request: 0.6 s of CPU."""
     return httpx.get(url + "/openapi.json", timeout=60).json()
 
 

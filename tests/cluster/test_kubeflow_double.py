@@ -233,7 +233,7 @@ def test_runs_and_experiments_are_found_by_name_and_paged(double: Double) -> Non
         double.experiments.experiment_service_create_experiment(kfp_server_api.V2beta1Experiment(display_name="tried"))
     assert (twice.value.status, json.loads(twice.value.body)["code"]) == (409, 6)
     names = ["job-1", "job-2", "other"]
-    ids = [double.run(samples.greeted, name, who="x", secret="not-there") for name in names]
+    ids = [double.run(samples.greeted(), name, who="x", secret="not-there") for name in names]
 
     def listed(key: str, operation: str | int, value: str, **more: Any) -> Any:
         wanted = json.dumps({"predicates": [{"key": key, "operation": operation, "string_value": value}]})
@@ -248,6 +248,6 @@ def test_runs_and_experiments_are_found_by_name_and_paged(double: Double) -> Non
     assert second.next_page_token is None
     assert double.runs.run_service_list_runs(experiment_id=made.experiment_id).runs == []
     with pytest.raises(kfp_server_api.ApiException) as refused:
-        double.run(samples.greeted, "incomplete")
+        double.run(samples.greeted(), "incomplete")
     assert refused.value.status == 400
     assert "['secret', 'who'] are required" in str(refused.value.body)

@@ -4,6 +4,7 @@
 
 import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,27 +134,33 @@ def pipelines_in_loops() -> int:
     return total(numbers=dsl.Collected(one.output)).output  # type: ignore[no-any-return]
 
 
-@dsl.pipeline(name="greeted")
-def greeted(who: str, secret: str) -> None:
-    """What kfp and kfp-kubernetes can say of a container."""
-    task = greet(name=f"dear {who}")
-    task.set_env_variable("MOOD", "good").set_cpu_request("500m").set_memory_limit("1Gi").set_retry(
-        2, backoff_duration="3s")
-    task.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(2)
-    kubernetes.use_secret_as_env(task, secret, {"token": "HF_TOKEN"})
-    kubernetes.use_secret_as_volume(task, "keys", "/keys", optional=True)
-    kubernetes.use_config_map_as_env(task, "settings", {"level": "LEVEL"})
-    kubernetes.mount_pvc(task, "work", "/var/lib/eyrie", sub_path="a")
-    kubernetes.add_node_selector(task, "pool", "gpu")
-    kubernetes.add_toleration(task, key="gpu", operator="Exists", effect="NoSchedule", toleration_seconds=5)
-    kubernetes.add_pod_label(task, "queue", "q")
-    kubernetes.add_pod_annotation(task, "note", "n")
-    kubernetes.empty_dir_mount(task, "scratch", "/scratch", medium="Memory", size_limit="1Gi")
-    kubernetes.use_field_path_as_env(task, "NODE", "spec.nodeName")
-    kubernetes.set_timeout(task, 30)
-    kubernetes.set_image_pull_policy(task, "Never")
-    kubernetes.set_image_pull_secrets(task, ["registry"])
-    kubernetes.set_security_context(task, run_as_user=7)
+@cache
+def greeted() -> Any:
+    """What kfp and kfp-kubernetes can say of a container. Made when asked for: kfp reads the stack of all callers at
+    each setting, a second in all."""
+
+    @dsl.pipeline(name="greeted")
+    def greeted(who: str, secret: str) -> None:
+        task = greet(name=f"dear {who}")
+        task.set_env_variable("MOOD", "good").set_cpu_request("500m").set_memory_limit("1Gi").set_retry(
+            2, backoff_duration="3s")
+        task.set_accelerator_type("nvidia.com/gpu").set_accelerator_limit(2)
+        kubernetes.use_secret_as_env(task, secret, {"token": "HF_TOKEN"})
+        kubernetes.use_secret_as_volume(task, "keys", "/keys", optional=True)
+        kubernetes.use_config_map_as_env(task, "settings", {"level": "LEVEL"})
+        kubernetes.mount_pvc(task, "work", "/var/lib/eyrie", sub_path="a")
+        kubernetes.add_node_selector(task, "pool", "gpu")
+        kubernetes.add_toleration(task, key="gpu", operator="Exists", effect="NoSchedule", toleration_seconds=5)
+        kubernetes.add_pod_label(task, "queue", "q")
+        kubernetes.add_pod_annotation(task, "note", "n")
+        kubernetes.empty_dir_mount(task, "scratch", "/scratch", medium="Memory", size_limit="1Gi")
+        kubernetes.use_field_path_as_env(task, "NODE", "spec.nodeName")
+        kubernetes.set_timeout(task, 30)
+        kubernetes.set_image_pull_policy(task, "Never")
+        kubernetes.set_image_pull_secrets(task, ["registry"])
+        kubernetes.set_security_context(task, run_as_user=7)
+
+    return greeted
 
 
 @dsl.pipeline(name="rested")

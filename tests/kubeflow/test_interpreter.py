@@ -184,7 +184,7 @@ def test_after_a_failure_nothing_new_starts_and_what_runs_decides_when_it_is_ove
 
 
 def test_missing_and_unknown_arguments_are_refused_by_name() -> None:
-    pipeline = samples.read(samples.greeted)
+    pipeline = samples.read(samples.greeted())
     with pytest.raises(Refused, match=r"\['secret', 'who'\] are required"):
         arguments_of(pipeline, {})
     with pytest.raises(Refused, match=r"no input parameters \['whom'\]"):

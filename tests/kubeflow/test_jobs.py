@@ -30,7 +30,7 @@ def first_pod(pipeline: Pipeline, patch: dict[str, Any] | None = None, **argumen
 
 
 def test_a_job_makes_one_pod_and_belongs_to_its_run() -> None:
-    job = first_job(samples.read(samples.greeted), who="you", secret="hub")
+    job = first_job(samples.read(samples.greeted()), who="you", secret="hub")
     assert job["kind"] == "Job"
     assert {key: job["spec"][key] for key in ("parallelism", "completions", "backoffLimit")} == {
         "parallelism": 1, "completions": 1, "backoffLimit": 0}
@@ -41,7 +41,7 @@ def test_a_job_makes_one_pod_and_belongs_to_its_run() -> None:
 
 
 def test_everything_asked_of_a_container_is_in_its_pod() -> None:
-    pod = first_pod(samples.read(samples.greeted), who="you", secret="hub")
+    pod = first_pod(samples.read(samples.greeted()), who="you", secret="hub")
     spec, container = pod["spec"], pod["spec"]["containers"][0]
     assert container["args"] == ["sh", "-c", 'printf %s "$0" > "$1"', "hello dear you", "/tmp/kfp/outputs/greeting"]
     assert container["resources"] == {"limits": {"memory": "1Gi", "nvidia.com/gpu": "2"}, "requests": {"cpu": "500m"}}
@@ -84,7 +84,7 @@ def test_a_patch_lies_under_what_the_task_says() -> None:
     patch = {"metadata": {"labels": {"queue": "other", "of": "patch"}},
              "spec": {"volumes": [{"name": "usr", "hostPath": {"path": "/usr"}}], "hostNetwork": True},
              "container": {"env": [{"name": "MOOD", "value": "bad"}], "imagePullPolicy": "Always"}}
-    pod = first_pod(samples.read(samples.greeted), patch, who="you", secret="hub")
+    pod = first_pod(samples.read(samples.greeted()), patch, who="you", secret="hub")
     assert pod["metadata"]["labels"]["queue"] == "q"
     assert pod["metadata"]["labels"]["of"] == "patch"
     assert pod["spec"]["hostNetwork"] is True
@@ -96,7 +96,7 @@ def test_a_patch_lies_under_what_the_task_says() -> None:
 
 
 def test_a_platform_setting_that_is_not_read_is_refused() -> None:
-    given = samples.compiled(samples.greeted)
+    given = samples.compiled(samples.greeted())
     given["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-greet"]["newIdea"] = {}
     with pytest.raises(Refused, match="newIdea"):
         refuse_settings_not_read(Pipeline.of(given))

@@ -180,14 +180,14 @@ def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_
         postgres_server: Postgres, rclone_s3: S3Server, tmp_path: Path) -> None:
     database, store, variables = on_postgres_and_s3(postgres_server, rclone_s3, tmp_path)
     jobs = Jobs(database)
-    whole, bare, halved = (jobs.submit(derive(job_spec())).id for _ in range(3))
+    whole, bare, changed, shorter, lost = (jobs.submit(derive(job_spec())).id for _ in range(5))
     stages = (StageStatus(stage="benchmark", key="base-step-9", state="Succeeded"),
               StageStatus(stage="tune", state="Running"))
-    for job in (whole, bare, halved):
+    for job in (whole, bare, changed, shorter, lost):
         jobs.save_status(job, JobStatus(phase="Running", stages=stages))
         for stage in stages:
             jobs.set_stage(job, stage)
-    for job in (whole, halved, "job-of-another-database"):
+    for job in (whole, changed, shorter, lost, "job-of-another-database"):
         finish_stage(tmp_path / job, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}),
                      {"cells.json": b"[]", "rows.jsonl": b"1\n2\n"}, job)
         upload_dir(store, tmp_path / job, f"jobs/{job}/stages/benchmark/base-step-9")
@@ -205,14 +205,13 @@ def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_
     expected = {("UnknownDirectory", f"{store.url}/jobs/job-of-another-database"), ("JobWithoutFiles", bare),
                 ("DrafterMissing", "endpoint default, revision 2")}
     assert found() == expected
-    stage = f"jobs/{halved}/stages/benchmark/base-step-9"
-    store.write(f"{stage}/rows.jsonl", b"1\n3\n")
+    stages_of = {job: f"jobs/{job}/stages/benchmark/base-step-9" for job in (changed, shorter, lost)}
+    store.write(f"{stages_of[changed]}/rows.jsonl", b"1\n3\n")
+    store.write(f"{stages_of[shorter]}/rows.jsonl", b"1\n")
+    store.delete(f"{stages_of[lost]}/manifest.json")
+    expected |= {("StageDamaged", stages_of[shorter]), ("StageMissing", stages_of[lost])}
     assert found() == expected
-    assert found("--digests") == expected | {("StageDamaged", stage)}
-    store.write(f"{stage}/rows.jsonl", b"1\n")
-    assert found() == expected | {("StageDamaged", stage)}
-    store.delete(f"{stage}/manifest.json")
-    assert found() == expected | {("StageMissing", stage)}
+    assert found("--digests") == expected | {("StageDamaged", stages_of[changed])}
     database.close()
 
 

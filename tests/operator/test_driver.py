@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.artifacts import write_model
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.records import ProgressRecord
@@ -33,12 +34,15 @@ from eyrie_operator.jobs.driver import Driver
 from eyrie_operator.jobs.observation import changes
 from eyrie_operator.jobs.reconcile import ObservedJob, StartRun
 from eyrie_pipelines import local
-from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.processes import group_members, identify, wait_until
+from eyrie_pipelines.local import LocalRunner, RunHandle, RunResult
+from eyrie_pipelines.processes import ProcessId, group_members, identify, wait_until
 from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of
+from tests.pipelines.finished_job import lay_out
+from tests.waiting import wait_for
 
 LIMIT_S = 240.0
+ENDED = ProcessId(pid=1, started_ticks=0, boot="an earlier boot of the machine")
 SPEC = spec_of(serve=ServeSpec(enabled=False))
 
 
@@ -63,8 +67,18 @@ class Harness:
         def over() -> bool:
             self.driver.advance(job_id)
             return is_over(self.jobs.get(job_id).status.conditions)
-        assert wait_until(over, LIMIT_S), self.jobs.get(job_id).status
+        # A look costs 5 ms of the cores on which the stages start.
+        wait_for(over, "the job is over", LIMIT_S, every_s=0.1, state=lambda: self.jobs.get(job_id).status)
         return self.jobs.get(job_id)
+
+    def finish(self, job_id: str, spec: JobSpec) -> None:
+        """Write what a run that succeeded leaves, without running it."""
+        directory = self.directory(job_id)
+        lay_out(directory, job_id, spec)
+        write_model(directory / "run/run.json", RunHandle(run_id="run", job_id=job_id, attempt=1, process=ENDED,
+                                                          started_at=datetime.now(UTC)))
+        write_model(directory / "run/result.json", RunResult(run_id="run", state="succeeded",
+                                                             finished_at=datetime.now(UTC)))
 
     def close(self) -> None:
         for directory in self.settings.home.glob("jobs/*"):
@@ -111,7 +125,7 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
 
 def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_there(
         harness: Harness, rehearsal: Rehearsal) -> None:
-    rehearsal.plan(capture=["permanent", "ok"], train__base=["hang"])
+    rehearsal.plan(capture=["permanent", "hang"])
     job_id = harness.submit()
     job = harness.drive(job_id)
     assert job.status.phase == "Failed"
@@ -125,11 +139,11 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
     assert json.loads((harness.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
     harness.jobs.retry(job_id)
     harness.driver.advance(job_id)
-    assert wait_until(lambda: "train/base" in rehearsal.starts(), LIMIT_S)
+    assert wait_until(lambda: len(rehearsal.starts()) == 3, LIMIT_S)
     harness.driver.advance(job_id)
     status = harness.jobs.get(job_id).status
     assert (status.phase, status.attempt) == ("Running", 2)
-    assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
+    assert rehearsal.starts() == ["regenerate", "capture", "capture"]
 
 
 def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and_are_chosen_once(
@@ -150,7 +164,8 @@ def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and
     harness.jobs.cancel(second)
     harness.driver.advance(second)
     harness.jobs.retry(first)
-    assert chosen(first) == (), "a retry keeps the choice: regenerate has finished by it"
+    harness.driver.advance(first)
+    assert load_job(str(harness.directory(first))).reuse == (), "a retry keeps it: regenerate has finished"
     assert harness.jobs.get(first).status.attempt == 2
 
 
@@ -181,6 +196,7 @@ def test_a_run_receives_what_its_endpoint_serves_when_it_begins(harness: Harness
     assert load_job(str(harness.directory(job_id))).incumbent == serving
 
 
+@pytest.mark.slow
 def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
         harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang", "ok"], train__base=["hang"])
@@ -321,8 +337,9 @@ def test_a_job_with_damaged_records_goes_on_and_is_cancelled_with_its_processes(
 
 
 def test_a_damaged_outcome_is_restored_from_the_row_and_nothing_is_proposed_twice(
-        harness: Harness, rehearsal: Rehearsal) -> None:
+        harness: Harness) -> None:
     job_id, endpoints = harness.submit(spec_of()), Endpoints(harness.database)
+    harness.finish(job_id, spec_of())
 
     def promoted() -> bool:
         harness.driver.advance(job_id)

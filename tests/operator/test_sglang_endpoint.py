@@ -47,6 +47,7 @@ from eyrie_operator.embedded.processes import (
 from eyrie_pipelines.processes import group_members, is_alive, wait_until
 from eyrie_pipelines.run_records import read_record
 from tests.api.samples import target_directory
+from tests.waiting import wait_for
 
 LIMIT_S = 180.0
 LAUNCHER = """
@@ -104,7 +105,7 @@ class Served:
         def looked() -> bool:
             (keeper or self.keeper).reconcile("default")
             return holds()
-        assert wait_until(looked, LIMIT_S), self.endpoints.get("default")
+        wait_for(looked, "it is as expected", LIMIT_S, every_s=0.1, state=lambda: self.endpoints.get("default"))
 
     def serve(self) -> str | None:
         self.tend_until(lambda: self.serving().status == "True")

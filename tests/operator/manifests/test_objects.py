@@ -327,7 +327,7 @@ def test_a_deployment_that_cannot_stand_is_refused_with_the_numbers(changes: dic
 
 
 def test_an_embedded_engine_is_not_given_a_key_it_would_ignore() -> None:
-    with pytest.raises(Undeployable, match="knows no keys"):
+    with pytest.raises(Undeployable, match="supports no keys"):
         embedded(key_secret="chat-key")
 
 

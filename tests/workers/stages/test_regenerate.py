@@ -296,6 +296,7 @@ def test_a_program_terminated_and_killed_midway_ends_with_the_same_bytes_and_ask
     assert artifact(broken) == artifact(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_outside_endpoint_is_asked_for_each_row_once_across_a_kill(tmp_path: Path, target: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", 60)
     gate = threading.Event()

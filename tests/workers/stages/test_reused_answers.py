@@ -254,6 +254,7 @@ def test_an_earlier_job_that_vanished_or_is_damaged_is_left_out_and_its_rows_are
     assert words in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_program_ended_while_it_takes_answers_over_goes_on_and_doubles_none(
         tmp_path: Path, target: Path, end: signal.Signals) -> None:

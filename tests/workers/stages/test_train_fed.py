@@ -54,6 +54,7 @@ def test_a_lost_plan_is_made_again(home: Path, tmp_path: Path) -> None:
     assert (tmp_path / "tokens.bin").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_trained_from_a_stream_killed_and_resumed_it_is_the_drafter_trained_from_the_store(
         home: Path, tmp_path: Path) -> None:
     write_spec(tmp_path, home / "target", home / "stream", epochs=12)

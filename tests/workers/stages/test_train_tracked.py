@@ -1,4 +1,7 @@
-"""Trainings that are shown in trackers: with their real packages, a local MLflow server and W&B's offline mode."""
+"""Trainings that are shown in trackers: with their real packages, a local MLflow server and W&B's offline mode.
+
+Functions import MLflow and W&B: while every pytest worker collects these tests, it would spend 1.3 s on them.
+"""
 
 import json
 import os
@@ -11,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from wandb.proto.wandb_internal_pb2 import Record
 
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from tests.workers.events import stage_records
@@ -96,6 +97,8 @@ def _is_in_tensorboard(out: Path) -> None:
 
 def offline_records(out: Path) -> list[Any]:
     """The records of the one offline run in a directory: frames of LevelDB's log format behind 7 bytes of W&B's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     [file] = out.glob("trackers/wandb/wandb/offline-run-*/*.wandb")
     data, position, part, found = file.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
@@ -130,6 +133,8 @@ def _is_in_an_offline_run_of_wandb(out: Path) -> None:
 
 def of_mlflow(address: str, key_of: str) -> tuple[Any, Series]:
     """The one run of a job, and its metrics."""
+    from mlflow import MlflowClient
+
     client = MlflowClient(address)
     experiment = client.get_experiment_by_name("eyrie")
     assert experiment is not None

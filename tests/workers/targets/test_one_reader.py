@@ -88,12 +88,26 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokeni
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=180)
+@settings(max_examples=25)
 @given(messages=conversations(), tools=st.sampled_from([None, TOOLS]))
 def test_a_conversation_has_the_same_tokens_as_a_row_and_as_a_request(
         tokenizers: dict[str, ChatTokenizer], family: str, messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None) -> None:
-    tokenizer = tokenizers[family]
+    assert_the_same_tokens(tokenizers[family], messages, tools)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=200)
+@given(messages=conversations(), tools=st.sampled_from([None, TOOLS]))
+def test_2400_conversations_have_the_same_tokens_as_rows_and_as_requests(
+        tokenizers: dict[str, ChatTokenizer], family: str, messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None) -> None:
+    assert_the_same_tokens(tokenizers[family], messages, tools)
+
+
+def assert_the_same_tokens(tokenizer: ChatTokenizer, messages: list[dict[str, Any]],
+                           tools: list[dict[str, Any]] | None) -> None:
     row, request = (outcome(tokenizer, as_row, messages, tools) for as_row in (True, False))
     assert row == request
     if isinstance(row, str):

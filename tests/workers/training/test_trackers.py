@@ -3,10 +3,10 @@ or hangs is left out within a limited time."""
 
 import socket
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eyrie_api.errors import InvalidInput
@@ -99,6 +99,7 @@ def test_tensorboard_shows_a_resumed_training_as_one_run(tmp_path: Path) -> None
 
 def test_a_tracker_that_accepts_connections_and_never_answers_delays_the_start_by_its_limit_and_is_left_out(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module("mlflow")  # takes longer than the limit: the server is what is waited for
     monkeypatch.setattr(trackers, "START_S", 0.5)
     stage = Stage(tmp_path, quiet=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -115,6 +116,8 @@ def test_a_tracker_that_accepts_connections_and_never_answers_delays_the_start_b
 @pytest.mark.slow
 def test_a_tracker_that_goes_away_delays_no_step_and_is_reported_once_at_the_end(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient  # here, since every pytest worker would spend a second on it
+
     server = mlflow_server(tmp_path)
     server.start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.port}")
