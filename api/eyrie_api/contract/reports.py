@@ -269,7 +269,7 @@ class TrainReport(Frozen):
     (`data.mix`)."""
 
     sources: dict[str, SourceRows] = {}
-    """These rows by source; empty for captures of earlier versions, which do not name the sources."""
+    """These rows by source."""
 
     init_from: str | None = None
     """`drafter.init_from`: the drafter whose training this run continued."""

@@ -90,7 +90,7 @@ class AnsweredRow(Frozen):
     """Path of the source."""
 
     source_name: str = ""
-    """What `data.mix` calls the source; empty in rows of earlier versions."""
+    """What `data.mix` calls the source."""
 
     line: int
     category: str

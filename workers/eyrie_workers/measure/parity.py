@@ -94,7 +94,7 @@ def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
                 "return_prompt_token_ids": True} | ({"tools": list(tools)} if tools else {})
         theirs = _post(f"{url}/v1/chat/completions", body)["choices"][0]["prompt_token_ids"]
         if theirs != ours:
-            place = next((place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
+            place = next((place for place, (our, their) in enumerate(zip(ours, theirs, strict=False)) if our != their),
                          min(len(ours), len(theirs)))
             texts = [repr(tokenizer.decode(ids[place:place + 1], skip_special_tokens=False)) for ids in (ours, theirs)]
             differences.append(f"conversation {number}: token {place} is {texts[0]} here and {texts[1]} in SGLang "
