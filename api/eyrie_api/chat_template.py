@@ -202,14 +202,14 @@ def probes(form: Form) -> list[tuple[list[Message], list[Message]]]:
     roles that the template neither refuses nor loses."""
     unusable = {*form.lost, *form.refused}
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
-    conversations: list[tuple[list[Message], list[Message]]] = [([user, answer, {"role": "user", "content": _LAST}], [])]
+    pairs: list[tuple[list[Message], list[Message]]] = [([user, answer, {"role": "user", "content": _LAST}], [])]
     if "system" not in unusable:
-        conversations.append(([{"role": "system", "content": _SYSTEM}, user], []))
+        pairs.append(([{"role": "system", "content": _SYSTEM}, user], []))
     if form.prints_reasoning:
-        conversations.append(([user, answer | {"reasoning_content": _THOUGHT}, {"role": "user", "content": _LAST}], []))
+        pairs.append(([user, answer | {"reasoning_content": _THOUGHT}, {"role": "user", "content": _LAST}], []))
     if not unusable & {"tool", "tool calls"}:
-        conversations.append(([user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _result()], _TOOLS))
-    return conversations
+        pairs.append(([user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _result()], _TOOLS))
+    return pairs
 
 
 def _result() -> Message:
