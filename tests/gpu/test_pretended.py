@@ -36,7 +36,7 @@ from eyrie_workers.targets.causal_attention import packed_causal
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.targets.state_source import compare, reference_states
+from eyrie_workers.targets.state_source import CHECKED_LOGITS, LOGITS, LayersDisagree, compare, reference_states
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.gpu.pretended import GPU, Apart, PretendedGpu, pretended_flash
@@ -165,10 +165,14 @@ def test_the_reference_of_capture_is_computed_where_the_target_is(gpu: Pretended
     before = gpu.met
     theirs = reference_states(target_dir, "float32", tokens, (1, 3), GPU)
     assert gpu.met > before
-    assert sorted(theirs[0]) == [0, 1, 2, 3, 4]
+    assert sorted(theirs[0]) == [LOGITS, 0, 1, 2, 3, 4]
     assert not any(state.is_cuda for state in theirs[0].values())
+    target = load_target(target_dir, "float32", GPU)
+    logits = [target.output_head.logits(last[-CHECKED_LOGITS:]).cpu() for _, last in there]
     assert all(one.error < 1e-5 < one.neighbour
-               for one in compare([aux.cpu() for aux, _ in there], theirs, (1, 3), "float32"))
+               for one in compare([aux.cpu() for aux, _ in there], logits, theirs, (1, 3), "float32"))
+    with pytest.raises(LayersDisagree, match="logits differ from those of transformers"):
+        compare([aux.cpu() for aux, _ in there], [1.5 * row for row in logits], theirs, (1, 3), "float32")
 
 
 def test_the_baseline_is_left_out_where_a_gpu_has_no_room_for_a_second_copy(

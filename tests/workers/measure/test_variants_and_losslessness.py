@@ -235,3 +235,12 @@ def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) ->
     assert found.transformers_tokens_per_s > 0
     assert found.prompts == 2
     assert found.tokens == found.transformers_tokens, "greedy answers of both engines should be equally long"
+    assert found.different == ()
+
+
+def test_a_baseline_that_answers_otherwise_than_transformers_is_named(session: Session, tmp_path: Path) -> None:
+    units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
+    other = tiny_target(tmp_path / "other", seed=7)
+    another = compare(session.bench, session.target, other, "float32", units, nothing)
+    assert len(another.different) == 2
+    assert "logit gap" in another.different[0]

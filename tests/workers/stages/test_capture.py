@@ -33,7 +33,7 @@ from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.stage_program import Stage, run_program
 from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_shards
 from eyrie_workers.targets.loading import load_target, target_digest
-from eyrie_workers.targets.state_source import LayersDisagree, compare
+from eyrie_workers.targets.state_source import LOGITS, LayersDisagree, compare
 from tests.tiny import tiny_target
 from tests.waiting import wait_for
 from tests.workers.measure.tiny_bench import random_drafter
@@ -307,14 +307,16 @@ def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_pat
     assert report.states_error == {"1": 0.0, "3": 0.0, "final": 0.0}
 
 
-def test_states_of_the_next_layer_are_refused() -> None:
+def test_states_of_the_next_layer_and_logits_of_another_head_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = {layer: torch.randn(9, 8, generator=generator) for layer in range(4)}
-    right = [torch.stack([layers[1], layers[2]], dim=1)]
-    found = compare(right, [layers], (1, 2), "float32")
-    assert all(one.error == 0.0 < 0.5 < one.neighbour for one in found)
+    layers = {layer: torch.randn(9, 8, generator=generator) for layer in (*range(4), LOGITS)}
+    right, logits = [torch.stack([layers[1], layers[2]], dim=1)], [layers[LOGITS]]
+    agreements = compare(right, logits, [layers], (1, 2), "float32")
+    assert all(agreement.error == 0.0 < 0.5 < agreement.neighbour for agreement in agreements)
     with pytest.raises(LayersDisagree, match="layer 2"):
-        compare([torch.stack([layers[1], layers[3]], dim=1)], [layers], (1, 2), "float32")
+        compare([torch.stack([layers[1], layers[3]], dim=1)], logits, [layers], (1, 2), "float32")
+    with pytest.raises(LayersDisagree, match="logits differ"):
+        compare(right, [0.5 * layers[LOGITS]], [layers], (1, 2), "float32")
 
 
 def test_a_budget_of_bytes_decides_the_codec_before_anything_is_stored(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
+from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
     LEDGER,
@@ -164,6 +165,10 @@ def _compare_with_transformers(session: Session, spec: BenchmarkStage,
     first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
     compared = compare(session.bench, session.target, session.target_path, session.dtype,
                        session.units(first, (0.0,), 1), stage.pause_point)
+    if compared.different:
+        stage.event("BaselineDiffers", f"{len(compared.different)} of {compared.prompts} undrafted answers differ from "
+                    f"those of transformers generate by more than rounding: {'; '.join(compared.different)}",
+                    warning=True)
     stage.event("BaselineCompared", f"undrafted engine {compared.tokens_per_s:.1f} tokens/s, transformers generate "
                                     f"{compared.transformers_tokens_per_s:.1f} tokens/s on the same {compared.prompts} "
                                     f"prompts ({spec.target.dtype}, greedy, prefill included)",
@@ -180,6 +185,8 @@ class TransformersBaseline:
     tokens: int
     transformers_tokens: int
     prompts: int
+    different: tuple[str, ...] = ()
+    """Answers of ours that differ from theirs by more than a rounding tie."""
 
 
 def fits(target: TargetModel) -> bool:
@@ -198,6 +205,7 @@ def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, un
     _generate(model, units[0], bench.stop_ids, 8)
     tokens = transformers_tokens = 0
     seconds = transformers_s = 0.0
+    different = list[str]()
     for turn, unit in enumerate(units):
         for engine in interleaved(("ours", "transformers"), turn):
             between()
@@ -206,21 +214,25 @@ def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, un
                 tokens, seconds = tokens + len(sample.token_ids), seconds + sample.seconds
             else:
                 started = time.perf_counter()
-                transformers_tokens += _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
+                answer = _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
                 transformers_s += time.perf_counter() - started
+                transformers_tokens += len(answer)
+        divergence = explain(target, unit.prompt.id, unit.prompt_ids, answer, sample.token_ids)
+        if divergence is not None and not divergence.is_tie(dtype):
+            different.append(f"{unit.prompt.id} at token {divergence.position}, logit gap {divergence.first.gap:.3g}")
     return TransformersBaseline(
         tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,
-        transformers_tokens=transformers_tokens, prompts=len(units))
+        transformers_tokens=transformers_tokens, prompts=len(units), different=tuple(different))
 
 
-def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> int:
-    """Answer greedily with `transformers`; returns the number of new tokens, the stop token counted as in ours."""
+def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Answer greedily with `transformers`; returns the new tokens, the stop token included as in ours."""
     prompt = torch.tensor([unit.prompt_ids], device=next(model.parameters()).device)
     with torch.inference_mode():
         answer = model.generate(  # type: ignore[operator]
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
             use_cache=True, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0] if stop_ids else 0)
-    return int(answer.shape[1] - prompt.shape[1])
+    return [int(token) for token in answer[0, prompt.shape[1]:]]
 
 
 if __name__ == "__main__":

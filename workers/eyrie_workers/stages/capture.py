@@ -291,12 +291,16 @@ class _Capture:
                                                default_device())
         stage.pause_point()
         target = self.open_target()
-        ours = target.packed_states(samples, self.fmt.aux_layers)[0].cpu().split([len(tokens) for tokens in samples])
-        self.checked = state_source.compare(ours, theirs, self.fmt.aux_layers, spec.target.dtype)
+        aux, last = target.packed_states(samples, self.fmt.aux_layers)
+        lengths = [len(tokens) for tokens in samples]
+        logits = [target.output_head.logits(row[-state_source.CHECKED_LOGITS:]).cpu()
+                  for row in last.split(lengths)]
+        self.checked = state_source.compare(aux.cpu().split(lengths), logits, theirs, self.fmt.aux_layers,
+                                            spec.target.dtype)
         worst = max(layer.error for layer in self.checked)
         nearest = min(layer.neighbour for layer in self.checked)
-        stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
-                                   f"the distance to an adjacent layer is {nearest:.2g}")
+        stage.event("LayersAgree", f"aux states and logits of {len(samples)} rows agree with transformers, states to "
+                                   f"{worst:.1g}; the distance to an adjacent layer is {nearest:.2g}")
         return target
 
     def open_target(self) -> StateSource:

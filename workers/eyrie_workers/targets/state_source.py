@@ -51,6 +51,9 @@ from eyrie_workers.targets.loading import (
 )
 from eyrie_workers.targets.operators import OutputHead
 
+LOGITS, CHECKED_LOGITS = -1, 8
+"""The key of a row's logits among its states, and the number of positions whose logits are compared."""
+
 _SHORTEST = 0.75
 """Length of a batch's shortest text, as a share of its longest."""
 
@@ -262,20 +265,24 @@ class LayerAgreement:
 def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor], aux_layers: Sequence[int],
                      device: torch.device) -> list[dict[int, Tensor]]:
     """Per row, `hidden_states` [T, H] of `transformers` in float32 on the CPU, by index: those of `aux_layers` and the
-    layers next to them. The model is computed on `device` and freed on return. Raises MemoryTooSmall."""
+    layers next to them; and under `LOGITS` the logits [CHECKED_LOGITS, V] of the last positions. The model is computed
+    on `device` and freed on return. Raises MemoryTooSmall."""
     model = load_causal_model(path, dtype, device)
     wanted = {near for layer in aux_layers for near in (layer - 1, layer, layer + 1)}
     rows = []
     with torch.inference_mode():
         for tokens in token_ids:
-            states = model(tokens[None].to(device), output_hidden_states=True).hidden_states
-            rows.append({layer: states[layer][0].float().cpu() for layer in wanted if 0 <= layer < len(states)})
+            output = model(tokens[None].to(device), output_hidden_states=True)
+            states = output.hidden_states
+            rows.append({layer: states[layer][0].float().cpu() for layer in wanted if 0 <= layer < len(states)}
+                        | {LOGITS: output.logits[0, -CHECKED_LOGITS:].float().cpu()})
     return rows
 
 
-def compare(ours: Sequence[Tensor], theirs: Sequence[Mapping[int, Tensor]], aux_layers: Sequence[int],
-            dtype: str) -> tuple[LayerAgreement, ...]:
-    """Compare aux states [T, A, H] of some rows, on the CPU, with the reference's.
+def compare(ours: Sequence[Tensor], logits: Sequence[Tensor], theirs: Sequence[Mapping[int, Tensor]],
+            aux_layers: Sequence[int], dtype: str) -> tuple[LayerAgreement, ...]:
+    """Compare aux states [T, A, H] of some rows, and logits [CHECKED_LOGITS, V] of their last positions, on the CPU,
+    with the reference's.
 
     Raises LayersDisagree naming the layers.
     """
@@ -294,4 +301,11 @@ def compare(ours: Sequence[Tensor], theirs: Sequence[Mapping[int, Tensor]], aux_
             f"aux hidden states differ from those of transformers ({errors_shown}; {_AGREEMENT_TOLERANCE[dtype]:g} is "
             f"rounding in {dtype})", "report this target's config.json: its forward pass has something ours lacks; "
             "capture.check_rows 0 leaves the check out")
+    # The states agree, so another output matrix, scale or bound is what differs.
+    error = _distance(torch.cat([*logits]), torch.cat([row[LOGITS] for row in theirs]))
+    if not error <= _AGREEMENT_TOLERANCE[dtype]:
+        raise LayersDisagree(
+            f"logits differ from those of transformers by {error:.2g} ({_AGREEMENT_TOLERANCE[dtype]:g} is rounding in "
+            f"{dtype}), and the states do not", "report this target's config.json: its output matrix, or what scales "
+            "or bounds the logits; capture.check_rows 0 leaves the check out")
     return tuple(agreements)
