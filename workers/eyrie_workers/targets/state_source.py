@@ -51,8 +51,9 @@ from eyrie_workers.targets.loading import (
 )
 from eyrie_workers.targets.operators import OutputHead
 
-LOGITS, CHECKED_LOGITS = -1, 8
-"""The key of a row's logits among its states, and the number of positions whose logits are compared."""
+LOGITS, CHECKED_LOGITS = -2, 8
+"""The key of a row's logits among its states, no layer's nor next to one, and the number of positions whose logits are
+compared."""
 
 _SHORTEST = 0.75
 """Length of a batch's shortest text, as a share of its longest."""
