@@ -87,7 +87,7 @@ def set_condition(trainer: TrainJobClient, cluster: Cluster, name: str, kind: st
 
 
 def manifest(trainer: TrainJobClient, name: str) -> dict[str, Any]:
-    return render(REQUEST, name, trainer.namespace, ["--candidate", "base"])
+    return render(REQUEST, name, trainer.namespace, ["--candidate", "base"], "run-1")
 
 
 @pytest.mark.parametrize(("kind", "state"), [("Complete", "complete"), ("Failed", "failed")])
@@ -142,7 +142,7 @@ def test_a_trainjob_deleted_while_it_runs_raises_a_transient_error(trainer: Trai
 def test_sigterm_deletes_the_trainjob(trainer: TrainJobClient) -> None:
     code = ("from tests.cluster.test_trainjob import REQUEST, TrainJobClient, client, render; import sys\n"
             "trainer = TrainJobClient(client(), sys.argv[1])\n"
-            "trainer.run(render(REQUEST, 'eyrie-term', sys.argv[1], []), poll_s=0.1)\n")
+            "trainer.run(render(REQUEST, 'eyrie-term', sys.argv[1], [], 'run-1'), poll_s=0.1)\n")
     task = subprocess.Popen([sys.executable, "-c", code, trainer.namespace], env=dict(os.environ))
     eventually(lambda: trainer.read("eyrie-term"), "the TrainJob is there")
     task.send_signal(signal.SIGTERM)
