@@ -424,6 +424,7 @@ class Controller:
             case act.DeleteResource():
                 log.info("%s %s/%s: deleting: %s", *key, action.why)
                 self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
+                return False  # the event of the deletion follows; until then the cached object would be deleted again
             case act.UpdateMirror():
                 self._apply_mirror(self._endpoints.get(action.name), identity.namespace)
             case act.UpdateStatus():

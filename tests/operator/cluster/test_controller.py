@@ -362,6 +362,18 @@ def test_a_lost_row_is_written_by_the_next_attempt(waits: WaitingJob) -> None:
     assert again == row.model_copy(update={"since": again.since})
 
 
+def test_an_object_is_deleted_once_and_the_event_of_its_deletion_awaited(waits: WaitingJob) -> None:
+    waits.make_room()
+    waits.look()
+    jobs, server = Jobs(waits.harness.database), waits.harness.server
+    (job,) = jobs.list().items
+    jobs.save_status(job.id, ended("Failed"))
+    waits.look()
+    jobs.delete(job.id)
+    waits.look()  # fails where it is reconciled again and again
+    assert server.requests["DELETE"] == 1
+
+
 def test_a_suspended_a_refused_and_a_deleted_object_does_not_wait(waits: WaitingJob) -> None:
     (row,) = waits.rows.all()
     waits.put(suspend=True)
