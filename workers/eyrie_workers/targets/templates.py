@@ -78,7 +78,7 @@ def _bytes_of(piece: str) -> bytes | None:
 
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_OPEN, _CLOSE = "\ue000", "\ue001"
+_OPEN, _CLOSE, _ESCAPED = "\ue000", "\ue001", r"\ue000"
 _PLACE = re.compile(r"(?:\ue000|\\ue000)([0-9]+)(?:\ue001|\\ue001)")
 """Stands in the rendered text for a special token that a message spells; also as a template's JSON writes it."""
 
@@ -113,10 +113,10 @@ class ChatTokenizer:
         ends = read_config(path).eos_token_ids if (path / "config.json").exists() else ()
         own = self._tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
         self.eos_ids: tuple[int, ...] = (*ends, *(() if own is None or own in ends else (own,)))
-        # Longest first: a token may begin with another. `_OPEN` too: text that looks like a place is none.
+        # Longest first: a token may begin with another. Text that looks like a place, or like its escape, is none.
         markers = sorted({token.content for token in self._tokenizer.get_added_tokens_decoder().values()
                           if token.special}, key=len, reverse=True)
-        self._markers = re.compile("|".join(map(re.escape, [*markers, _OPEN])))
+        self._markers = re.compile("|".join(map(re.escape, [*markers, _OPEN, _ESCAPED])))
 
     @property
     def form(self) -> Form:
@@ -164,7 +164,8 @@ class ChatTokenizer:
         ids: list[int] = []
         for place, part in enumerate(_PLACE.split(text)):  # text, number, text, ..., text
             if place % 2:
-                ids += self._plain.encode(spelled[int(part)] if int(part) < len(spelled) else "",
+                known = int(part) < len(spelled)  # else the template's own text
+                ids += self._plain.encode(spelled[int(part)] if known else f"{_OPEN}{part}{_CLOSE}",
                                           add_special_tokens=False).ids
             elif part:
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids
