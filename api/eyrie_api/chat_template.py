@@ -34,15 +34,17 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from eyrie_api.chat_messages import Message
 from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import InvalidInput, NoChatTemplate
-
-Message = dict[str, Any]
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 """The longest published templates have 30 kB."""
 
 _PROBE_SECONDS, _PROBE_BYTES = 10, 2 << 30
+"""Of processor time and memory. Rendering takes milliseconds, but a busy machine starts a process slowly: six times as
+long may go by."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError, ArithmeticError, LookupError,
            RecursionError)
@@ -51,7 +53,7 @@ _ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError
 _SYSTEM, _USER, _ANSWER, _LAST, _RESULT, _ARGUMENT, _THOUGHT, _DEVELOPER = (
     f"Word{number}x" for number in range(8))
 _CALL: Message = {"id": "call00000", "type": "function",
-         "function": {"name": "lookup", "arguments": json.dumps({"place": _ARGUMENT})}}
+                  "function": {"name": "lookup", "arguments": json.dumps({"place": _ARGUMENT})}}
 _TOOLS: list[Message] = [{"type": "function", "function": {
     "name": "lookup", "description": "Look a place up.",
     "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Its name."}},
@@ -94,7 +96,7 @@ class ChatTemplate:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         self._special = dict(special)
-        self._has_developer = any("developer" in text for _, text in sources.values())
+        self.has_developer = any("developer" in text for _, text in sources.values())
         for name, (where, text) in sources.items():
             if not text.strip():
                 raise NoChatTemplate(f"the chat template in {where} is empty", "restore the model's own template")
@@ -132,10 +134,6 @@ class ChatTemplate:
         except _ERRORS as error:
             raise InvalidInput(f"the target's chat template refuses this conversation: {error}",
                                "check roles, their order and the content of each message") from error
-
-    @property
-    def has_developer(self) -> bool:
-        return self._has_developer
 
 
 def probe(template: ChatTemplate) -> Form:
@@ -327,13 +325,14 @@ def probe_apart(sources: Mapping[str, tuple[str, str]], special: Mapping[str, st
     Raises NoChatTemplate for a template that is no Jinja, refuses any conversation, or exceeds a limit.
     """
     try:
-        ended = subprocess.run([sys.executable, "-m", __name__], input=json.dumps([sources, special]), text=True,
-                               capture_output=True, timeout=_PROBE_SECONDS, check=False)
+        ended = subprocess.run([sys.executable, "-m", __name__, str(_PROBE_SECONDS)], text=True, capture_output=True,
+                               input=json.dumps([sources, special]), timeout=6 * _PROBE_SECONDS, check=False)
+        failure = ended.stderr.strip().rpartition("\n")[2]  # empty where a limit of the kernel ended it
     except subprocess.TimeoutExpired:
-        ended = None
+        ended, failure = None, ""
     if ended is None or ended.returncode != 0:
         raise NoChatTemplate("the target's chat template does not render a conversation of four short turns within "
-                             f"{_PROBE_SECONDS} seconds and {_PROBE_BYTES >> 30} GiB",
+                             f"{_PROBE_SECONDS} seconds and {_PROBE_BYTES >> 30} GiB{failure and f' ({failure})'}",
                              "restore the model's own template")
     answer = json.loads(ended.stdout)
     if "error" in answer:
@@ -343,7 +342,7 @@ def probe_apart(sources: Mapping[str, tuple[str, str]], special: Mapping[str, st
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_PROBE_BYTES, _PROBE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (_PROBE_SECONDS, _PROBE_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
     sources, special = json.load(sys.stdin)
     try:
         answer = ChatTemplate(sources, special).form.model_dump()
