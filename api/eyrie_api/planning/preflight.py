@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest
@@ -110,6 +111,14 @@ class Submission:
         return self.facts.target is not None and (
             not _is_hub_id(self.job.spec.target.model) or weights_are_here(self.facts.target))
 
+    @cached_property
+    def target_warnings(self) -> tuple[str, ...]:
+        """Of the target's tokenizer and chat template, which are read once. Raises as `check_tokenizer`."""
+        facts = self.facts
+        if facts.target is None or facts.sizes is None or not self.target_is_here:
+            return ()
+        return check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
+
     def layer_choices(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every set of layers that is fused, and the field that names it."""
         named = self.job.spec.capture.aux_layers
@@ -174,10 +183,8 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     notes += planned.notes
     if chosen:
         notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
-    warnings = planned.warnings
-    if submission.target_is_here and facts.target is not None:
-        warnings += check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
-    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission)), "warnings": warnings})
+    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission)),
+                                         "warnings": planned.warnings + submission.target_warnings})
     return replace(submission, job=job.model_copy(update={"plan": planned}))
 
 
@@ -417,7 +424,7 @@ def target_files_are_whole(submission: Submission) -> None:
             f"remove auto_map if the model computes what {submission.architectures[0]} of transformers does")
     if submission.target_is_here:
         check_weights(facts.target, facts.config, facts.sizes, known=computed_by_reference(facts.config))
-        check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
+        _ = submission.target_warnings  # raises for what is no warning
 
 
 def heads_are_divided(submission: Submission) -> None:

@@ -232,7 +232,8 @@ def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max
         answer = model.generate(  # type: ignore[operator]
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
             use_cache=True, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0] if stop_ids else 0)
-    return [int(token) for token in answer[0, prompt.shape[1]:]]
+    ids: list[int] = answer[0, prompt.shape[1]:].tolist()  # one copy from the device
+    return ids
 
 
 if __name__ == "__main__":
