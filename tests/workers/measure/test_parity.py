@@ -11,12 +11,14 @@ from torch import Tensor
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import DrafterUse, Setting
+from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from eyrie_workers.measure.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measure.parity import (
     Evidence,
     Served,
     compare_answers,
+    compare_prompts,
     decide,
     report_without_answers,
     request_answers,
@@ -35,6 +37,7 @@ from eyrie_workers.speculation.tree import build_draft_tree
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 from tests.workers.measure.tiny_bench import random_drafter
 from tests.workers.speculation.drafters import RandomDrafter, TextState
@@ -268,3 +271,10 @@ def test_our_own_engine_passes_and_a_dead_one_fails(target_dir: Path, tmp_path: 
     finally:
         plain.stop()
         drafted.stop()
+
+
+def test_a_conversation_that_the_server_does_not_answer_is_a_difference(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_target(tmp_path / "target"))
+    conversation = [{"role": "user", "content": "Hi"}]
+    (difference,) = compare_prompts(f"http://127.0.0.1:{free_port()}", "tiny", tokenizer, [(conversation, [])])
+    assert difference.startswith("conversation 0: SGLang does not answer it")

@@ -79,7 +79,7 @@ FIXED = "fixed"
 
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 VARIANTS = "variants"  # folder of the servers' files
-_COMPARED_PROMPTS = 8  # of the proof, beside the probe's conversations
+_COMPARED_PROMPTS = 8  # of the proof, in addition to the probe's conversations
 _REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.measure.intervals`)
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
