@@ -36,6 +36,8 @@ from tests.operator.cluster.apiserver import CORE, ApiServer, serving
 MIN_STEPS, MAX_STEPS = 40, 500
 """Jobs that are accepted for south make later steps slower."""
 
+MAX_PASSES = 100
+
 PROJECTS = {"north-jobs": "north", "south-jobs": "south"}
 _FOREIGN = ("south-jobs", "unmapped")
 
@@ -58,8 +60,12 @@ def apply_objects(campaign: Campaign, settings: Settings, database: Database, ha
             path = f"/apis/{API_VERSION}/namespaces/{metadata['namespace']}/{kind.lower()}s/{metadata['name']}"
             server.put(path, raw)
             controller.handle_event(kind, rng.choice(("ADDED", "MODIFIED")), server.objects[path])
-            while len(controller.queue):
-                controller.process_next()
+            for _ in range(MAX_PASSES):
+                if len(controller.queue):
+                    controller.process_next()
+            if len(controller.queue):
+                campaign.add_finding("an object is not reconciled without a pause", object=raw)
+                break
             status = server.objects.get(path, {}).get("status", {})
             reasons = sorted({one["reason"] for one in status.get("conditions", ()) if "reason" in one})
             counted[f"{kind}: {', '.join(reasons) or 'no condition'}"] += 1

@@ -443,9 +443,10 @@ class Controller:
                 self._waiting.remove(action.waiting)
                 return False
             case act.ChangeJob():
-                changes: dict[str, Callable[[str], object]] = {
-                    "cancel": self._jobs.cancel, "retry": self._jobs.retry, "delete": self._jobs.delete}
-                changes[action.change](action.job_id)
+                if action.change == "delete":
+                    return self._jobs.delete(action.job_id)  # not deleted before it has stopped: looked at again later
+                change: Callable[[str], object] = self._jobs.cancel if action.change == "cancel" else self._jobs.retry
+                change(action.job_id)
             case act.CreateEndpoint():
                 self._endpoints.create(action.name, action.target, action.serve, action.model,
                                        self._project_at(identity.namespace), replicas_of(action.serve, self._profile),

@@ -374,6 +374,19 @@ def test_an_object_is_deleted_once_and_the_event_of_its_deletion_awaited(waits: 
     assert server.requests["DELETE"] == 1
 
 
+def test_a_job_that_is_to_be_deleted_and_has_not_stopped_is_looked_at_again_after_a_pause(
+        waits: WaitingJob) -> None:
+    waits.make_room()
+    waits.look()
+    server, path = waits.harness.server, waits.path
+    server.put(path, {**server.objects[path], "metadata": {**server.objects[path]["metadata"],
+                                                           "deletionTimestamp": "2026-11-27T00:00:00Z"}})
+    for _ in range(3):
+        waits.look()  # fails where it is reconciled again and again
+    (job,) = Jobs(waits.harness.database).list().items
+    assert job.status.phase == "Cancelling"
+
+
 def test_a_suspended_a_refused_and_a_deleted_object_does_not_wait(waits: WaitingJob) -> None:
     (row,) = waits.rows.all()
     waits.put(suspend=True)
