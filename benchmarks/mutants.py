@@ -37,7 +37,8 @@ class Group:
 
 GROUPS = (
     Group("decisions",
-          tuple(f"api/eyrie_api/decisions/{name}.py" for name in ("leaderboard", "plan", "promotion", "sweep")),
+          tuple(f"api/eyrie_api/{name}.py" for name in (
+              "decisions/leaderboard", "decisions/promotion", "planning/plan", "planning/sweep")),
           tuple(f"tests/api/test_{name}.py" for name in ("leaderboard", "plan", "promotion", "sweep"))),
     Group("speculation", ("workers/eyrie_workers/speculation",), ("tests/workers/speculation",)),
     Group("training", ("workers/eyrie_workers/training",), ("tests/workers/training",)),
