@@ -316,36 +316,54 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-# The probe as a program: sources and special tokens in, the form or an error out.
+# The probe as a program: sources, special tokens and prompts in; the form and refusals, or an error, out.
 
 
-def probe_apart(sources: Mapping[str, tuple[str, str]], special: Mapping[str, str]) -> Form:
-    """`probe` in a process with limits of time and memory.
+Prompt = tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]
+"""Messages and tools in normal form, and variables for the template."""
+
+
+def probe_apart(sources: Mapping[str, tuple[str, str]], special: Mapping[str, str],
+                prompts: Sequence[Prompt] = ()) -> tuple[Form, list[str]]:
+    """`probe` in a process with limits of time and memory, and for each of some prompts why the template refuses it;
+    empty where it does not.
 
     Raises NoChatTemplate for a template that is no Jinja, refuses any conversation, or exceeds a limit.
     """
     try:
         ended = subprocess.run([sys.executable, "-m", __name__, str(_PROBE_SECONDS)], text=True, capture_output=True,
-                               input=json.dumps([sources, special]), timeout=6 * _PROBE_SECONDS, check=False)
+                               input=json.dumps([sources, special, prompts]), timeout=6 * _PROBE_SECONDS, check=False)
         failure = ended.stderr.strip().rpartition("\n")[2]  # empty where a limit of the kernel ended it
     except subprocess.TimeoutExpired:
         ended, failure = None, ""
     if ended is None or ended.returncode != 0:
-        raise NoChatTemplate("the target's chat template does not render a conversation of four short turns within "
-                             f"{_PROBE_SECONDS} seconds and {_PROBE_BYTES >> 30} GiB{failure and f' ({failure})'}",
+        what = f"{len(prompts)} conversations of the data" if prompts else "a conversation of four short turns"
+        raise NoChatTemplate(f"the target's chat template does not render {what} within {_PROBE_SECONDS} seconds and "
+                             f"{_PROBE_BYTES >> 30} GiB{failure and f' ({failure})'}",
                              "restore the model's own template")
     answer = json.loads(ended.stdout)
     if "error" in answer:
         raise NoChatTemplate(answer["error"], answer["hint"])
-    return Form.model_validate(answer)
+    return Form.model_validate(answer["form"]), answer["refusals"]
+
+
+def _refusal(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Message],
+             variables: Mapping[str, Any]) -> str:
+    try:
+        require_text(template.form, messages)
+        template.render({**variables, **template.values(messages, tools, template.form)}, add_generation_prompt=True)
+    except InvalidInput as error:
+        return error.message
+    return ""
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_PROBE_BYTES, _PROBE_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
-    sources, special = json.load(sys.stdin)
+    sources, special, prompts = json.load(sys.stdin)
     try:
-        answer = ChatTemplate(sources, special).form.model_dump()
+        template = ChatTemplate(sources, special)
+        answer = {"form": template.form.model_dump(), "refusals": [_refusal(template, *prompt) for prompt in prompts]}
     except (InvalidInput, NoChatTemplate) as error:
         answer = {"error": error.message, "hint": error.hint}
     json.dump(answer, sys.stdout)

@@ -18,12 +18,14 @@ from eyrie_api.contract.data import FEW_ROWS, DataSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan
 from eyrie_api.contract.tuning import TuneSpec
+from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import tree_shapes
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, target_directory
+from tests.tiny import tiny_target
 
 MIB, TIB, TB = 2**20, 2**40, 10**12
 # allenai/Olmo-3.1-32B-Think as far as the post uses it; depth and heads do not enter the storage figure.
@@ -260,13 +262,45 @@ def sources(**fields: Any) -> DataSpec:
     return DataSpec.model_validate({"sources": [fields]})
 
 
+def rows_file(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(number: int, *more: dict[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"question {number:04}"}, *more]}
+
+
 def test_rows_of_a_local_file_are_estimated_from_its_first_lines(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text('{"messages": []}\n' * 1000)
+    path = rows_file(tmp_path / "chats.jsonl", *map(asked, range(9000)))
     facts = data_facts(sources(path=str(path)))
-    assert facts.rows == 1000
-    assert facts.prompt_tokens == pytest.approx(17 / 4)
+    assert (facts.rows, facts.accepted, facts.not_usable) == (9000, 1.0, ())
+    assert facts.prompt_tokens == pytest.approx(len(json.dumps(asked(0))) / 4, abs=0.5)
     assert data_facts(sources(path=str(path), max_rows=10)).rows == 10
+
+
+def test_rows_that_the_job_will_not_answer_are_not_counted(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" \
+               "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
+    refused = [{"messages": [{"role": "system", "content": "brief"}, *asked(number)["messages"]]}
+               for number in range(30)]
+    path = rows_file(tmp_path / "chats.jsonl", *map(asked, range(50)), asked(1), asked(2), *refused,
+                     *[{"messages": "none"}] * 18)
+    facts = data_facts(sources(path=str(path)), target)
+    assert facts.rows is not None
+    assert abs(facts.rows - 82) <= 2  # conversations; the mean length is an estimate
+    assert facts.accepted == pytest.approx(50 / 82, abs=0.02)
+    assert facts.source_rows is not None
+    assert abs(next(iter(facts.source_rows.values())) - 50) <= 2
+    assert "50 of the first 100 rows" in facts.not_usable[0]
+    spec = job_spec(data={"sources": [{"path": str(path)}], "held_out_fraction": 0.0})
+    plan = make_plan(derive(spec), SMALL, None, data_facts=facts)
+    assert facts.not_usable[0] in plan.warnings
+    only = rows_file(tmp_path / "only.jsonl", *refused)
+    with pytest.raises(NoUsableData, match=r"none of the first 30 rows .* no system"):
+        data_facts(sources(path=str(only)), target)
 
 
 def test_what_cannot_be_sampled_is_unknown_and_not_guessed() -> None:

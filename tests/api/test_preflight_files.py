@@ -260,10 +260,10 @@ ROWS = '{"question": "Say hi", "answer": "hi"}\n'
 NO_CONVERSATION = "none of its first {n} rows can be used; the first: {fault}; give one JSON object per line " \
          "with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` (Alpaca)"
 DATA: dict[str, tuple[str, bytes, str]] = {
-    "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(n=2, fault="not JSON")),
+    "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(
+        n=2, fault="bad JSON at column 1: Expecting value")),
     "gzip without a conversation": ("chats.jsonl.gz", gzip.compress(ROWS.encode()), NO_CONVERSATION.format(
-        n=1, fault="no `messages` or `conversations` or `conversation` or `instruction` in the row, which has "
-                   "answer, question")),
+        n=1, fault="neither `messages` nor `conversations` nor `instruction` in the row, which has answer, question")),
     "gzip of another name": ("chats.jsonl", gzip.compress(b"{}"), "a gzip file of another name; rename it to end in "
                                                                   ".gz"),
     "no gzip": ("chats.jsonl.gz", ROWS.encode(), "no gzip file, as its name says; write it again, or name it .jsonl if "
@@ -279,7 +279,7 @@ DATA: dict[str, tuple[str, bytes, str]] = {
                                                      "UTF-8"),
     "empty array": ("chats.json", b"[]", "holds no rows; give a file with one conversation per line"),
     "array": ("chats.jsonl", b'[{"messages": []}]\n',
-              NO_CONVERSATION.format(n=1, fault="the conversation is empty or not a list")),
+              NO_CONVERSATION.format(n=1, fault="empty conversation")),
     "broken array": ("chats.json", b'[{"messages": []} {}]', "no comma after element 1; write it again"),
     "git-LFS": ("chats.jsonl", POINTER.encode(), "a git-LFS pointer, not the file itself; run `git lfs pull` where it "
                                                  "was cloned, or download it with `hf download`"),
@@ -290,11 +290,11 @@ DATA: dict[str, tuple[str, bytes, str]] = {
     "truncated parquet": ("chats.parquet", b"PAR1" + bytes(100), "does not end as a parquet file does: it is "
                                                                  "truncated; copy or write it again"),
     "other fields": ("chats.jsonl", (ROWS * 70).encode(), NO_CONVERSATION.format(
-        n=64, fault="no `messages` or `conversations` or `conversation` or `instruction` in the row, which has "
-                   "answer, question")),
+        n=64, fault="neither `messages` nor `conversations` nor `instruction` in the row, which has answer, question")),
     "empty conversations": ("chats.jsonl", b'{"messages": []}\n' * 3,
-                            NO_CONVERSATION.format(n=3, fault="the conversation is empty or not a list")),
-    "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), NO_CONVERSATION.format(n=1, fault="longer than 8 MiB")),
+                            NO_CONVERSATION.format(n=3, fault="empty conversation")),
+    "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), NO_CONVERSATION.format(
+        n=1, fault="oversized: more than 8388608 bytes")),
 }
 
 
@@ -315,12 +315,14 @@ NO_ANSWER = ('{"messages": [{"role": "user", "content": "hi"}, {"role": "assista
              '{"conversations": [{"from": "human", "value": "hi"}]}\n{"instruction": "Say hi", "output": ""}\n')
 ANSWERS = ('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n',
            '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}\n',
-           '{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{}"}]}\n',
+           '{"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '
+           '"{\\"name\\": \\"look\\"}"}]}\n',
            '{"instruction": "Say hi", "output": "hi"}\n')
 
 
 @pytest.mark.parametrize(("text", "answered", "says", "hint"), [
-    (ASSISTANT_ALONE, False, "it has no user turn", "give conversations with the user's turns"),
+    (ASSISTANT_ALONE, False, "no user turn with text before the last answer",
+     "give conversations with the user's turns"),
     (NO_ANSWER, True, "its last turn is not an answer, and data.answered is true", "omit data.answered")])
 def test_data_of_which_no_row_can_be_used_is_refused(
         settings: Settings, tmp_path: Path, text: str, answered: bool, says: str, hint: str) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.quickstart.corpus.streams import conversations
 from eyrie_api.contract.job import JobSpec
-from eyrie_workers.data.conversation import Message, conversation
+from eyrie_api.conversation import Message, conversation
 from tests.cluster.seed_job import SEED, STREAM, published, seed_job
 
 

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.data import DataSource
+from eyrie_api.conversation import Conversation
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.planning.facts import read_config, target_facts
 from eyrie_api.planning.target_files import check_tokenizer, check_weights
-from eyrie_workers.data.conversation import Conversation
 from eyrie_workers.data.readers import check_source, read_conversations
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.state_source import load_transformers_target

@@ -1,28 +1,24 @@
-"""The first rows of a data file: whether the regenerate stage would find conversations in it.
+"""The first rows of a data file: how many conversations the regenerate stage would find in it.
 
 The stage quarantines single rows that it cannot use, with the reason; a file is refused here when it is of a kind that
-the stage does not read, or when none of its first rows is a conversation with a user turn and, for `data.answered`, an
-answer. Parquet is checked by its first and last
-bytes and zstd by its first, since their rows need a library that the control plane does not load.
+the stage does not read, or when it could use none of its first rows. Parquet is checked by its first and last bytes and
+zstd by its first, since their rows need a library that the control plane does not load.
 """
 
 import gzip
 import json
 import os
 import zlib
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from eyrie_api.chat_messages import Malformed
 from eyrie_api.contract.data import DataSource
+from eyrie_api.conversation import NO_ANSWER, NO_USER, Conversation, conversation, decode_row, detect_layout
 from eyrie_api.data_files import (
-    BYTE_ORDER_MARK,
-    CALL_TURNS,
     GZIP,
     MAX_ROW_BYTES,
     PARQUET,
-    ROLES,
     SAVED_TO_DISK_HINT,
     SUFFIXES,
     ZSTD,
@@ -40,7 +36,6 @@ _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 1 << 18
 _CHECKED_FILES = 100
 
-_KEYS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation"), "alpaca": ("instruction",)}
 _KINDS = {PARQUET: (_PARQUET, "parquet"), GZIP: (b"\x1f\x8b", "gzip"), ZSTD: (b"\x28\xb5\x2f\xfd", "zstd")}
 _FOREIGN = (
     (b"BZh", "compressed with bzip2", "bunzip2 it"),
@@ -51,10 +46,8 @@ _FOREIGN = (
 )
 _ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
                  "(Alpaca)")
-_NO_USER = "it has no user turn"
-_NO_ANSWER = "its last turn is not an answer, and data.answered is true"
-_HINTS = {_NO_USER: "give conversations with the user's turns, which the target answers",
-          _NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
+_HINTS = {NO_USER: "give conversations with the user's turns, which the target answers",
+          NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 
 
 def check_data_source(source: DataSource, answered: bool = False) -> None:
@@ -74,10 +67,10 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
         raise NoUsableData(f"data file {source.path!r}: no such file on the server",
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
     for file in files[:_CHECKED_FILES]:
-        _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
+        _check_file(source.path if len(files) == 1 else str(file), file, source, answered)
 
 
-def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
+def _check_file(name: str, path: Path, source: DataSource, answered: bool) -> None:
     try:
         with path.open("rb") as file:
             start = file.read(len(GIT_LFS))
@@ -87,14 +80,14 @@ def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
         _check_kind(name, path.suffix, size, start, end)
         if path.suffix not in (PARQUET, ZSTD):
             # A file none of whose sampled rows can be used is refused with the fault of the first.
-            rows = _first_rows(path)
+            rows = first_rows(path)
             if not rows:
                 raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
-            faults = [_fault(row, layout, answered) for row in rows]
-            if None not in faults:
+            usable, fault = usable_rows(rows, source, answered)
+            if not usable:
                 raise NoUsableData(
-                    f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {faults[0]}",
-                    _HINTS.get(faults[0] or "", _ONE_PER_LINE))
+                    f"data file {name!r}: none of its first {len(rows)} rows can be used; the first: {fault}",
+                    _HINTS.get(fault, _ONE_PER_LINE))
     except OSError as error:
         raise NoUsableData(f"data file {name!r} cannot be read: {error.strerror or error}",
                            "make it readable for the server, or write it again") from None
@@ -102,8 +95,27 @@ def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
         raise NoUsableData(f"data file {name!r}: {error}", "write it again") from None
 
 
-def _first_rows(path: Path) -> list[bytes]:
-    """Rows of the file's beginning, at most `_SAMPLE_ROWS`: lines that are not blank, or an array's elements.
+def usable_rows(rows: list[bytes], source: DataSource, answered: bool) -> tuple[list[Conversation], str]:
+    """The conversations in rows of a source, as the regenerate stage reads them, and the fault of the first of the
+    other rows; empty where there is none."""
+    layout: str | None = None if source.format == "auto" else source.format
+    usable: list[Conversation] = []
+    first = ""
+    for number, row in enumerate(rows, start=1):
+        value = decode_row(row)
+        layout = layout or detect_layout(value)
+        try:
+            read = conversation(value, source.path, number, layout)
+            if answered and read.answer is None:
+                raise Malformed(NO_ANSWER)
+            usable.append(read)
+        except Malformed as fault:
+            first = first or str(fault)
+    return usable, first
+
+
+def first_rows(path: Path, most: int = _SAMPLE_ROWS) -> list[bytes]:
+    """At most `most` rows of the file's beginning: lines that are not blank, or an array's elements.
 
     Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
     """
@@ -111,9 +123,9 @@ def _first_rows(path: Path) -> list[bytes]:
         start = file.read(_SAMPLE_BYTES)
         file.seek(0)
         if begins_array(start):
-            return [json.dumps(row).encode() for row in islice(array_rows(file), _SAMPLE_ROWS)]
+            return [json.dumps(row).encode() for row in islice(array_rows(file), most)]
         rows: list[bytes] = []
-        while len(rows) < _SAMPLE_ROWS and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
+        while len(rows) < most and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
             if line.strip():
                 rows.append(line)
         return rows
@@ -136,39 +148,3 @@ def _check_kind(name: str, suffix: str, size: int, start: bytes, end: bytes) -> 
     for magic, kind, hint in _FOREIGN:
         if start.startswith(magic):
             raise NoUsableData(f"data file {name!r} is {kind}, which is not read", hint)
-
-
-def _fault(line: bytes, layout: str, answered: bool) -> str | None:
-    """Why a line is no conversation, or has no answer where one is needed, as far as its outer structure shows."""
-    if len(line) > MAX_ROW_BYTES:
-        return f"longer than {MAX_ROW_BYTES >> 20} MiB"
-    try:
-        row: Any = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if not isinstance(row, Mapping):
-        return f"a JSON {type(row).__name__}, not an object"
-    keys = [key for name in ([layout] if layout in _KEYS else _KEYS) for key in _KEYS[name]]
-    held = next((row[key] for key in keys if key in row), None)
-    if held is None:
-        fields = ", ".join(sorted(map(str, row))[:6]) or "no fields"
-        return f"no {' or '.join(f'`{key}`' for key in keys)} in the row, which has {fields}"
-    if isinstance(held, str) and "instruction" in row:
-        if not held.strip():
-            return "the instruction is empty"
-        return _NO_ANSWER if answered and not row.get("output") else None
-    if not isinstance(held, list) or not held:
-        return "the conversation is empty or not a list"
-    turns = [turn if isinstance(turn, Mapping) else {} for turn in held]
-    if not any(_role(turn) == "user" for turn in turns):
-        return _NO_USER
-    last_answers = _role(turns[-1]) == "assistant" and any(turns[-1].get(key) for key in (
-        "content", "value", "tool_calls", "function_call", "function_calls"))
-    return _NO_ANSWER if answered and not last_answers else None
-
-
-def _role(turn: Mapping[str, Any]) -> str | None:
-    name = str(turn.get("role", turn.get("from")))
-    return "assistant" if name in CALL_TURNS else ROLES.get(name)

@@ -23,13 +23,13 @@ from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import PlacedGpus
 from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
 from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
-from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
-from eyrie_api.planning.data_files import check_data_source
+from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound, UnsupportedTarget
+from eyrie_api.planning.data_files import check_data_source, first_rows, usable_rows
 from eyrie_api.planning.hardware import memory_of
 from eyrie_api.planning.placement import read_profile
 from eyrie_api.planning.plan_work import DataFacts, Experts, TargetFacts
 from eyrie_api.planning.target_config import has_tied_embeddings, language_model
-from eyrie_api.planning.target_files import read_object
+from eyrie_api.planning.target_files import read_object, template_refusals
 from eyrie_api.settings import Settings
 
 DEVICES = Path("/dev")
@@ -41,7 +41,9 @@ Device = Literal["cpu", "gpu"]
 
 DATA_SUFFIXES = (*SUFFIXES, ".csv", ".txt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_SAMPLE_BYTES = 1 << 18
+_SAMPLE_ROWS = 1000
+"""Of the first file of a source, as far as they are in its first 256 KiB."""
+
 # Bytes of JSON per token, keys and quotes included, for English chats. A low value, so that plans overestimate tokens.
 _BYTES_PER_TOKEN = 4.0
 QUICKSTART_ROWS = 8192
@@ -104,7 +106,7 @@ def read_facts(spec: JobSpec, settings: Settings) -> Facts:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     directory = target_dir(spec.target)
     return Facts(profile, local_device(), has_sglang(settings), directory,
-                 {} if directory is None else read_config(directory), data_facts(spec.data))
+                 {} if directory is None else read_config(directory), data_facts(spec.data, directory))
 
 
 def is_missing(path: str) -> bool:
@@ -288,21 +290,28 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def data_facts(data: DataSpec) -> DataFacts:
-    """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
-    samples = [_sample(source) for source in data.sources]
+def data_facts(data: DataSpec, target: Path | None = None) -> DataFacts:
+    """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled.
+
+    target   directory of the target, whose chat template decides which conversations it answers; None: not here
+
+    Raises NoUsableData where it answers none of the first rows of a source.
+    """
+    samples = [_sample(source, number, data.answered, target) for number, source in enumerate(data.sources)]
     total = sum(sample.rows or 0 for sample in samples)
     if not total or any(sample.prompt_tokens is None for sample in samples):
         return DataFacts()
     prompt = sum((sample.prompt_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total
     known = all(sample.answer_tokens is not None for sample in samples)
     answer = sum((sample.answer_tokens or 0.0) * (sample.rows or 0) for sample in samples) / total if known else None
-    return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
+    accepted = [round((sample.rows or 0) * sample.accepted) for sample in samples]
+    return DataFacts(rows=total, accepted=sum(accepted) / total, prompt_tokens=prompt, answer_tokens=answer,
+                     not_usable=tuple(sentence for sample in samples for sentence in sample.not_usable),
                      source=", ".join(dict.fromkeys(sample.source for sample in samples)),
-                     source_rows=dict(zip(data.source_names, (sample.rows or 0 for sample in samples), strict=True)))
+                     source_rows=dict(zip(data.source_names, accepted, strict=True)))
 
 
-def _sample(source: DataSource) -> DataFacts:
+def _sample(source: DataSource, number: int, answered: bool, target: Path | None) -> DataFacts:
     if source.path == QUICKSTART:
         return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
                          _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
@@ -310,12 +319,26 @@ def _sample(source: DataSource) -> DataFacts:
     if not files or any(file.suffix != ".jsonl" for file in files):
         return DataFacts()
     size = sum(file.stat().st_size for file in files)
-    with files[0].open("rb") as file:
-        data = file.read(_SAMPLE_BYTES)
-    lines = [line for line in data.splitlines() if line.strip()]
+    lines = first_rows(files[0], _SAMPLE_ROWS)
     if not lines:
         return DataFacts()
-    mean = len(data) / len(lines)
+    mean = sum(map(len, lines)) / len(lines)
     rows = max(1, round(size / mean))
-    return DataFacts(min(rows, source.max_rows or rows), mean / _BYTES_PER_TOKEN, None,
-                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token")
+    rows = min(rows, source.max_rows or rows)
+    # 1. Rows that are conversations; `data.max_conversations` counts these.
+    conversations, fault = usable_rows(lines, source, answered)
+    # 2. Those of them that the job answers: each prompt once, and only what the template accepts.
+    distinct = list({row.id: row for row in conversations}.values())
+    refusals = [""] * len(distinct) if target is None or not distinct else template_refusals(
+        target, [(row.prompt, row.tools, source.chat_template_kwargs) for row in distinct])
+    answerable = refusals.count("")
+    fault = fault or next(filter(None, refusals), "the same prompts again")
+    of_first = f"of the first {len(lines)} rows of {source.path!r}"
+    if not answerable:
+        raise NoUsableData(f"data.sources[{number}].path: none {of_first} can be answered: {fault}",
+                           "give conversations that the target's chat template accepts")
+    share = f"{len(lines) - answerable} {of_first} will not be answered; the first reason: {fault}"
+    return DataFacts(round(rows * len(conversations) / len(lines)), mean / _BYTES_PER_TOKEN, None,
+                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token",
+                     accepted=answerable / len(conversations),
+                     not_usable=() if answerable == len(lines) else (share,))

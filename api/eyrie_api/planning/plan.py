@@ -246,6 +246,7 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
     if work.trained < 10 * smallest:
         warnings.append(f"{work.trained} captured tokens are fewer than ten batches of {smallest}: expect a weak "
                         "drafter")
+    warnings += work.data.not_usable
     if work.rows < FEW_ROWS:
         warnings.append(f"at most {work.rows} conversations are left to train on, fewer than {FEW_ROWS}: expect a weak "
                         "drafter, and figures that vary by chance; give more in data.sources, or raise "

@@ -122,6 +122,12 @@ class DataFacts:
     states_as: tuple[str, str] | None = None
     """Codec, and what is stored of the final state."""
 
+    accepted: float = 1.0
+    """Share of the rows that the target's chat template accepts, and that are no second copies."""
+
+    not_usable: tuple[str, ...] = ()
+    """Sentences about the rows that will not be answered, for the plan's warnings."""
+
 
 class PlannedWork:
     """Numbers of rows, tokens and bytes that several stages use, computed once."""
@@ -131,6 +137,7 @@ class PlannedWork:
         spec = job.spec
         self.num_gpus = training_gpus(job)
         available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
+        available = round(available * data.accepted)
         self.rows = available - int(available * spec.data.held_out_fraction)
         self.present = min(data.present, self.rows)
         limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens

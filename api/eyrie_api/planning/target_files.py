@@ -15,14 +15,14 @@ against its tokens. The chat template renders a few short conversations, in a pr
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from eyrie_api.chat_template import Form, probe_apart, read_sources, special_tokens
+from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
 from eyrie_api.planning.plan_work import TargetFacts
@@ -283,15 +283,11 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
             f"target directory {directory} has no tokenizer.json, which is the only form of a tokenizer that is read",
             "copy it next to config.json; of a tokenizer.model, make it with transformers: "
             "AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)")
-    optional = {name: read_object(directory / name) if (directory / name).is_file() else {} for name in (
-        "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")}
-    settings = optional["tokenizer_config.json"]
-    sources = read_sources(directory, settings, optional["chat_template.json"])
+    sources, special = _template_files(directory)
     if not sources:
         raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
                              "use the chat model rather than the base model, or add chat_template.jinja")
-    special = special_tokens(optional["special_tokens_map.json"], settings)
-    ends = _end_ids(optional["generation_config.json"]) + _end_ids(config)
+    ends = _end_ids(_optional(directory, "generation_config.json")) + _end_ids(config)
     beyond = [token for token in ends if not 0 <= token < vocab_size]
     if beyond:
         raise UnsupportedTarget(f"target directory {directory}: eos_token_id {beyond[0]} is not in the model's "
@@ -305,7 +301,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     if not ends and "eos_token" not in named:
         raise UnsupportedTarget(f"target directory {directory} names no end-of-sequence token, so no answer would end",
                                 "set eos_token_id in generation_config.json to the token that ends an answer")
-    form = _probed(tuple(sorted(sources.items())), tuple(sorted(special.items())))
+    form, _ = _probed(json.dumps([sources, special, []]))
     lost = [role for role in ("system", "user", "assistant") if role in form.lost]
     if lost:
         raise NoChatTemplate(f"the chat template of {directory} loses the text of {' and '.join(lost)} in every form "
@@ -324,10 +320,30 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     return tuple(warnings)
 
 
+def template_refusals(directory: Path, prompts: Sequence[Prompt]) -> list[str]:
+    """For each prompt why the target's chat template refuses it, or loses its text; empty where it does not.
+
+    Raises NoChatTemplate or UnsupportedTarget for a template that cannot be read, or not be rendered in time.
+    """
+    sources, special = _template_files(directory)
+    return _probed(json.dumps([sources, special, prompts]))[1] if sources else [""] * len(prompts)
+
+
+def _template_files(directory: Path) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Sources of the chat templates, and the special tokens."""
+    settings = _optional(directory, "tokenizer_config.json")
+    return (read_sources(directory, settings, _optional(directory, "chat_template.json")),
+            special_tokens(_optional(directory, "special_tokens_map.json"), settings))
+
+
+def _optional(directory: Path, name: str) -> dict[str, Any]:
+    return read_object(directory / name) if (directory / name).is_file() else {}
+
+
 @lru_cache(maxsize=16)
-def _probed(sources: tuple[tuple[str, tuple[str, str]], ...], special: tuple[tuple[str, str], ...]) -> Form:
-    """A plan and the job that follows it name the same target; a process is started for the first."""
-    return probe_apart(dict(sources), dict(special))
+def _probed(given: str) -> tuple[Form, list[str]]:
+    """A plan and the job that follows it name the same target and data; a process is started for the first."""
+    return probe_apart(*json.loads(given))
 
 
 def _turn_end(text: str, special: Collection[str]) -> str | None:

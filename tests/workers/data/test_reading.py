@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api import conversation as reading
 from eyrie_api.contract.data import DataSource
 from eyrie_api.contract.reports import QuarantinedRow
+from eyrie_api.conversation import Conversation, Malformed, conversation
 from eyrie_api.data_files import array_rows
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data import readers
-from eyrie_workers.data.conversation import Conversation, Malformed, conversation
 from eyrie_workers.data.readers import read_conversations
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -301,7 +302,8 @@ def test_bytes_that_are_not_utf8_are_quarantined(tmp_path: Path) -> None:
 
 def test_an_oversized_row_is_quarantined_and_does_not_shift_line_numbers(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 200)
+    for module in (readers, reading):
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", 200)
     good = {"messages": [user("fine")]}
     rows = read(write(tmp_path / "a.jsonl", good, {"messages": [user("x" * 1000)]}, good))
     assert [row.line for row in rows] == [1, 2, 3]

@@ -26,8 +26,8 @@ from pyarrow import parquet
 
 from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.conversation import Conversation
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
-from eyrie_workers.data.conversation import Conversation
 from eyrie_workers.data.overlap import BenchmarkPrompts
 from eyrie_workers.data.readers import check_source, read_conversations
 from eyrie_workers.data.suites import excluded_prompts, load_suite

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.contract.regeneration import RegenerateSpec
-from eyrie_workers.data.conversation import conversation
+from eyrie_api.conversation import conversation
 from eyrie_workers.data.rows import AnsweredRow, RowLedger, RowSampling, SelectedRow
 from eyrie_workers.regeneration.conversation_replay import (
     CUT,

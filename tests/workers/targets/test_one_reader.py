@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.chat_messages import Malformed
+from eyrie_api.conversation import conversation
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.data.conversation import conversation
 from eyrie_workers.engines.openai_api import InvalidRequest, parse_chat
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.chat_templates import FAMILIES, SPECIAL, write_tokenizer

@@ -39,8 +39,8 @@ from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.chat_messages import Malformed
 from eyrie_api.contract.data import DataSource
 from eyrie_api.contract.reports import QuarantinedRow
+from eyrie_api.conversation import Conversation, conversation, decode_row, detect_layout
 from eyrie_api.data_files import (
-    BYTE_ORDER_MARK,
     GZIP,
     MAX_ROW_BYTES,
     PARQUET,
@@ -57,9 +57,7 @@ from eyrie_api.data_files import (
     saved_to_disk,
 )
 from eyrie_api.errors import InvalidInput, Transient
-from eyrie_workers.data.conversation import Conversation, conversation, detect_layout
 
-EMPTY_LINE = "empty line"
 _PEEKED_BYTES = 1 << 12
 _RETRY_S = 10.0
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT_TOKEN_ID",
@@ -175,13 +173,6 @@ def _web_client() -> Any:
     return HTTPFileSystem(client_kwargs={"timeout": patience, "trust_env": True})
 
 
-@dataclass(frozen=True)
-class Undecodable:
-    """A row that could not be decoded."""
-
-    reason: str
-
-
 def read_conversations(source: DataSource) -> Iterator[Conversation | QuarantinedRow]:
     """Conversations and unreadable rows of one source, in order.
 
@@ -189,13 +180,8 @@ def read_conversations(source: DataSource) -> Iterator[Conversation | Quarantine
     """
     layout: str | None = None if source.format == "auto" else source.format
     for line, (where, value) in enumerate(islice(_rows(source), source.max_rows), start=1):
-        if isinstance(value, Undecodable):
-            yield QuarantinedRow(source=source.path, line=line, reason=value.reason + where)
-            continue
         layout = layout or detect_layout(value)
         try:
-            if layout is None:
-                raise Malformed("neither `messages` nor `conversations` nor `instruction` in the row")
             yield conversation(value, source.path, line, layout)
         except Malformed as error:
             yield QuarantinedRow(source=source.path, line=line, reason=str(error) + where)
@@ -298,28 +284,11 @@ def located_lines(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
         line = file.readline(MAX_ROW_BYTES + 1)
         if not line:
             return
-        row = _decode(line)
+        row = decode_row(line)
         if len(line) > MAX_ROW_BYTES:
             while line and not line.endswith(b"\n"):  # skip the rest of the line in bounded pieces
                 line = file.readline(MAX_ROW_BYTES)
-            row = Undecodable(f"oversized: more than {MAX_ROW_BYTES} bytes")
         yield f"line {number}", row
-
-
-def _decode(line: bytes) -> Any:
-    if not line.strip():
-        return Undecodable(EMPTY_LINE)
-    try:
-        # A byte order mark at the start of the file is not part of the first row.
-        return json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
-    except UnicodeDecodeError as error:
-        return Undecodable(f"not UTF-8 at byte {error.start}")
-    except json.JSONDecodeError as error:
-        return Undecodable(f"bad JSON at column {error.colno}: {error.msg}")
-    except ValueError as error:  # for example an integer of thousands of digits
-        return Undecodable(f"bad JSON: {error}")
-    except RecursionError:
-        return Undecodable("bad JSON: nested too deep")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -36,9 +36,10 @@ from typing import Any
 
 from eyrie_api.chat_messages import Message
 from eyrie_api.contract.benchmark import SuiteSpec
+from eyrie_api.conversation import EMPTY_LINE, Undecodable
 from eyrie_api.data_files import SUFFIXES, is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_workers.data.readers import EMPTY_LINE, RemoteFile, Undecodable, file_rows, located_lines
+from eyrie_workers.data.readers import RemoteFile, file_rows, located_lines
 
 QUICKSTART = "quickstart:"
 # Configuration names that `load_dataset` demands for the data sets the contract mentions.

@@ -27,9 +27,9 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
+from eyrie_api.conversation import NO_ANSWER, Conversation
 from eyrie_api.errors import InvalidInput, NoChatTemplate
 from eyrie_workers.catalog import SELECTION_FILE
-from eyrie_workers.data.conversation import Conversation
 from eyrie_workers.data.overlap import RUN_WORDS, BenchmarkPrompts, NearDuplicates, Runs, is_held_out
 from eyrie_workers.data.readers import check_source, read_conversations
 from eyrie_workers.data.rows import SelectedRow
@@ -305,9 +305,8 @@ class _Divider:
         as_system = {"role": "system"} if not self._tokenizer.form.developer else {}
         messages = [message | as_system if message["role"] == "developer" else message for message in row.prompt]
         tools, source = list(row.tools), self._sources[row.source]
-        answer = row.messages[len(row.prompt)] if len(row.messages) > len(row.prompt) else None
-        if answer is None and self._rules.data.answered:
-            return self._reject(row, "its last turn is not an answer, and data.answered is true")
+        if row.answer is None and self._rules.data.answered:
+            return self._reject(row, NO_ANSWER)
         try:
             prompt_ids = self._tokenizer.render(first_turn(messages, self._rules.turns), tools or None,
                                                 variables=source.chat_template_kwargs)
@@ -339,7 +338,7 @@ class _Divider:
                                       "tools": tools, "prompt_ids": prompt_ids,
                                       "chat_template_kwargs": source.chat_template_kwargs,
                                       "max_new_tokens": source.max_new_tokens,
-                                      **({"answer": answer} if self._rules.data.answered else {})})
+                                      **({"answer": row.answer} if self._rules.data.answered else {})})
 
     def _reject(self, row: Conversation, reason: str, kind: QuarantineKind = "malformed") -> None:
         self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason, kind=kind).model_dump())

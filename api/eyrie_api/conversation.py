@@ -5,7 +5,8 @@ requests alike: a template renders, a hash identifies and an endpoint receives t
 besides OpenAI's and ShareGPT's turns: those of Dolci (tools as `functions` of the system turn, calls as
 `function_calls` in JSON or Python's syntax, results by `environment`), and Alpaca's `instruction`, `input`, `output`.
 An empty last answer is left out. A row that breaks a rule is refused with a reason (`Malformed`); whether the target
-can answer a conversation, its template decides.
+can answer a conversation, its template decides. The stage that answers rows and the plan that counts them read them by
+these rules.
 
 Pure: values in, values out.
 """
@@ -17,8 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyrie_api.chat_messages import Malformed, Message, calls_in_text, json_text, kind_of, normal_messages
-from eyrie_api.data_files import CALL_TURNS, ROLES
+from eyrie_api.data_files import BYTE_ORDER_MARK, CALL_TURNS, MAX_ROW_BYTES, ROLES
 
+NO_USER = "no user turn with text before the last answer"
+NO_ANSWER = "its last turn is not an answer, and data.answered is true"
+EMPTY_LINE = "empty line"
 _MAX_DEPTH = 64
 
 
@@ -36,16 +40,52 @@ class Conversation:
     prompt: tuple[Message, ...] = field(default=())
     """`messages` without the last assistant turn, if they end with one: the prompt that the target answers again."""
 
+    @property
+    def answer(self) -> Message | None:
+        return self.messages[len(self.prompt)] if len(self.messages) > len(self.prompt) else None
 
-def conversation(value: object, source: str, line: int, layout: str) -> Conversation:
+
+@dataclass(frozen=True)
+class Undecodable:
+    """A row that could not be decoded."""
+
+    reason: str
+
+
+def decode_row(line: bytes) -> Any:
+    """The JSON value of one line of a file, or why there is none."""
+    if not line.strip():
+        return Undecodable(EMPTY_LINE)
+    if len(line) > MAX_ROW_BYTES:
+        return Undecodable(f"oversized: more than {MAX_ROW_BYTES} bytes")
+    try:
+        # A byte order mark at the start of the file is not part of the first row.
+        return json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
+        return Undecodable(f"not UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return Undecodable(f"bad JSON at column {error.colno}: {error.msg}")
+    except ValueError as error:  # for example an integer of thousands of digits
+        return Undecodable(f"bad JSON: {error}")
+    except RecursionError:
+        return Undecodable("bad JSON: nested too deep")
+
+
+def conversation(value: object, source: str, line: int, layout: str | None) -> Conversation:
     """The conversation in one decoded row.
 
-    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`).
+    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`); None where the rows before
+             have none of these
 
     Raises Malformed with the reason when the row breaks a rule.
     """
+    if isinstance(value, Undecodable):
+        raise Malformed(value.reason)
     if not isinstance(value, Mapping):
         raise Malformed(f"a row must be an object, this is {kind_of(value)}")
+    if layout is None:
+        fields = ", ".join(sorted(map(str, value))[:6]) or "no fields"
+        raise Malformed(f"neither `messages` nor `conversations` nor `instruction` in the row, which has {fields}")
     turns = _answered(_instruction(value) if layout == "alpaca" else _turns(value, layout))
     tools = _tools(value.get("tools")) or _tools(turns[0].get("functions"))
     messages = normal_messages([_openai(turn, index) for index, turn in enumerate(turns)])
@@ -54,7 +94,7 @@ def conversation(value: object, source: str, line: int, layout: str) -> Conversa
         messages.insert(0, {"role": "system", "content": value["system"]})
     prompt = tuple(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
     if not any(message["role"] == "user" and message["content"].strip() for message in prompt):
-        raise Malformed("no user turn with text before the last answer")
+        raise Malformed(NO_USER)
     category = "" if value.get("category") is None else value["category"]
     if not isinstance(category, str):
         raise Malformed(f"category must be text, this is {kind_of(category)}")
