@@ -113,3 +113,35 @@ def test_a_webhook_to_a_host_that_cannot_be_is_refused_or_fails_alone(server: Ru
         hook = answer.json()["webhook"]["id"]
         answer = httpx.post(f"{server.url}/v1alpha1/webhooks/{hook}/ping", timeout=30)
     assert answer.status_code < 500, answer.text
+
+
+def test_every_number_that_a_request_may_hold_has_bounds(server: Running) -> None:
+    document = httpx.get(server.url + "/openapi.json", timeout=30).json()
+    without: set[str] = set()
+    seen: set[str] = set()
+
+    def walk(node: Any, place: str) -> None:
+        if isinstance(node, list):
+            for each in node:
+                walk(each, place)
+        elif isinstance(node, dict) and "$ref" in node:
+            name = node["$ref"].rpartition("/")[2]
+            if name not in seen:
+                seen.add(name)
+                walk(document["components"]["schemas"][name], name)
+        elif isinstance(node, dict):
+            if node.get("type") in ("integer", "number") and not {"const", "enum"} & set(node) and not (
+                    {"minimum", "exclusiveMinimum"} & set(node) and {"maximum", "exclusiveMaximum"} & set(node)):
+                without.add(place)
+            for key, value in node.items():
+                if key not in ("example", "examples", "default"):
+                    walk(value, f"{place}.{key}")
+
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for parameter in operation.get("parameters", ()):
+                walk(parameter["schema"], f"{path} {parameter['name']}")
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                walk(content["schema"], path)
+    assert len(seen) > 20
+    assert not without

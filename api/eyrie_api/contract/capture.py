@@ -56,7 +56,7 @@ class CaptureSpec(Frozen):
     `engine: sglang` that engine for targets that neither can load, quantised or larger than one GPU. `sglang` needs
     `engine: sglang`, whose `tp_size` it uses."""
 
-    aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1, max_length=16)
+    aux_layers: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(None, min_length=1, max_length=16)
     """`hidden_states` indices, ascending; below the target's number of layers for a drafter that fuses them. Default:
     low, middle, high; moved onto full-attention layers on hybrids."""
 
@@ -74,7 +74,7 @@ class CaptureSpec(Frozen):
     """Size of the draft vocabulary of `final_state: topk`, built from the answers; all drafters trained from the store
     use it. Default: the whole vocabulary up to 32768."""
 
-    max_bytes: int | None = Field(None, ge=2**16)
+    max_bytes: int | None = Field(None, ge=2**16, le=2**60)
     """Upper bound of the store's size. When `codec` does not fit, the most exact codec that fits is used instead."""
 
     shard_size_bytes: int = Field(256 * 2**20, ge=2**16, le=2**40)
@@ -83,14 +83,14 @@ class CaptureSpec(Frozen):
     max_length: int = Field(2048, ge=16, le=1_048_576)
     """Longer rows are cut at the end of this many tokens."""
 
-    batch_tokens: int = Field(4096, ge=64)
+    batch_tokens: int = Field(4096, ge=64, le=2**24)
     """Tokens per target forward pass."""
 
     mode: Literal["store", "stream"] = "store"
     """`stream`: hidden states are not written to disk. Training computes them with the target just before each batch,
     and again in every epoch: for disks too small for a store, and for one or two epochs."""
 
-    stream_buffer_bytes: int = Field(512 * 2**20, ge=2**16)
+    stream_buffer_bytes: int = Field(512 * 2**20, ge=2**16, le=2**44)
     """For `mode: stream`: memory for hidden states, the current batch included. A larger batch is computed on demand,
     without prefetching."""
 

@@ -68,7 +68,7 @@ class DataSource(Frozen):
     weight: float = Field(1.0, gt=0.0, le=1e6)
     """Share of the mix, relative to the other sources."""
 
-    max_rows: int | None = Field(None, ge=1)
+    max_rows: int | None = Field(None, ge=1, le=100_000_000)
     """Read at most this many rows."""
 
     chat_template_kwargs: dict[str, JsonValue] = Field({}, max_length=32)

@@ -48,14 +48,14 @@ class DrafterSpec(Frozen):
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""
 
-    aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=2, max_length=16)
+    aux_layers: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(None, min_length=2, max_length=16)
     """`hidden_states` indices that eagle3 and dflash fuse, ascending. As an axis of a sweep it compares choices of
     layers: the store then holds those of all candidates. Default: capture.aux_layers."""
 
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Reduced output vocabulary, built from the data; default: the whole vocabulary up to 32768."""
 
-    max_position_embeddings: int | None = Field(None, ge=16)
+    max_position_embeddings: int | None = Field(None, ge=16, le=2**24)
     """Default: the target's. Engines refuse a drafter with less context than they serve."""
 
     fc_norm: bool = False

@@ -56,7 +56,7 @@ class SamplingSpec(Frozen):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Only the most likely tokens that together reach this probability are drawn; 1 keeps all."""
 
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=2**20)
     """0 keeps the whole vocabulary."""
 
 

@@ -56,10 +56,10 @@ class PromotionPolicy(Frozen):
     """auto: a winner that passes is promoted. manual: it waits for `eyrie endpoints promote`. never: it is only
     reported."""
 
-    min_speedup: float = Field(1.05, gt=0.0)
+    min_speedup: float = Field(1.05, gt=0.0, le=1000.0)
     """Over no drafter, in every required suite and temperature, and at every declared load (prove.concurrencies)."""
 
-    min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
+    min_speedup_over_incumbent: float = Field(1.02, gt=0.0, le=1000.0)
     """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together; with
     `must_beat: rivals` also over the best rival's, each tuned, in the final benchmark and at the declared loads
     together."""
@@ -79,18 +79,18 @@ class PromotionPolicy(Frozen):
     require_confidence: bool = True
     """The lower end of the 95 % interval of the speed-up at each declared load must be above 1."""
 
-    max_ttft_p99_ratio: float = Field(1.5, gt=0.0)
+    max_ttft_p99_ratio: float = Field(1.5, gt=0.0, le=1000.0)
     """p99 time to first token relative to no drafter, at each declared load; the median below 100 requests per load
     (prove.requests), where p99 would be a single request. The bound is deliberately loose."""
 
-    ttft_tolerance_s: float = Field(0.05, ge=0.0)
+    ttft_tolerance_s: float = Field(0.05, ge=0.0, le=1e6)
     """Increases of the time to first token up to this many seconds are accepted whatever the ratio: they are not
     noticeable, and where prefill takes milliseconds one round of drafting exceeds any ratio."""
 
-    max_ttft_p99_s: float | None = Field(None, gt=0.0)
+    max_ttft_p99_s: float | None = Field(None, gt=0.0, le=1e6)
     """Upper bound of the p99 time to first token at each declared load, in seconds. Default: none."""
 
-    min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
+    min_speedup_changed_prompt: float = Field(1.0, gt=0.0, le=1000.0)
     """With prove.system_prompt in place of the prompts' own."""
 
     canary: CanarySpec = CanarySpec()

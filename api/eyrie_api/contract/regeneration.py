@@ -48,13 +48,13 @@ class RegenerateSpec(Frozen):
     """Answers cut at `max_new_tokens` do not end with an end-of-turn token; `quarantine` excludes them from
     training."""
 
-    timeout_s: float = Field(600.0, gt=0.0)
+    timeout_s: float = Field(600.0, gt=0.0, le=1e6)
     """Timeout of one request."""
 
     max_retries: int = Field(5, ge=0, le=100)
     """Attempts after a request that failed, before the row is given up."""
 
-    deadline_s: float = Field(3600.0, gt=0.0)
+    deadline_s: float = Field(3600.0, gt=0.0, le=1e8)
     """Time limit of one row, including its retries."""
 
     @model_validator(mode="after")

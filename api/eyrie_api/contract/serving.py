@@ -23,7 +23,7 @@ class ServeSpec(Frozen):
     """Requests decoded at once; more are queued. Default: 8 in the embedded engine; in SGLang as many as its memory
     holds with 4096 tokens each, at most 256; on a cluster 48."""
 
-    health_timeout_s: float | None = Field(None, gt=0.0)
+    health_timeout_s: float | None = Field(None, gt=0.0, le=1e6)
     """A new engine that is not healthy within this time is rolled back. Default: 60; 600 for SGLang, which loads
     weights and captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
 

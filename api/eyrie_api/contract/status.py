@@ -301,7 +301,7 @@ class PromoteRequest(Frozen):
 class RollbackRequest(Frozen):
     """Serve an earlier revision again."""
 
-    revision: int | None = Field(None, ge=1)
+    revision: int | None = Field(None, ge=1, le=2**31 - 1)
     """Default: the one before the active one."""
 
 

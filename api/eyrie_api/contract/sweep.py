@@ -18,10 +18,10 @@ class SweepAxis(Frozen):
     values: tuple[JsonValue, ...] = Field((), max_length=64)
     """The values tried, one after the other or as drawn by `sweep.random`."""
 
-    low: float | None = Field(None, allow_inf_nan=False)
+    low: float | None = Field(None, ge=-1e18, le=1e18)
     """Lower end of the range; both ends may be drawn. Whole numbers are drawn for fields that take no others."""
 
-    high: float | None = Field(None, allow_inf_nan=False)
+    high: float | None = Field(None, ge=-1e18, le=1e18)
     """Upper end of the range."""
 
     log: bool = False

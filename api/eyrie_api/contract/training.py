@@ -51,24 +51,24 @@ class TrainSpec(Frozen):
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     """Of AdamW."""
 
-    max_grad_norm: float = Field(0.5, gt=0.0)
+    max_grad_norm: float = Field(0.5, gt=0.0, le=1e6)
     """Gradients of a larger norm are scaled down to it."""
 
     epochs: float = Field(4.0, gt=0.0, le=1000.0)
     """Passes over the captured rows."""
 
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1, le=1_000_000_000)
     """Stop after this many optimiser steps even if epochs remain."""
 
     early_stop_patience: int | None = Field(None, ge=1, le=1000)
     """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten
     per run). A wsd run stopped early misses its decay. Default: never."""
 
-    max_tokens_per_batch: int | None = Field(None, ge=64)
+    max_tokens_per_batch: int | None = Field(None, ge=64, le=2**30)
     """Packed tokens per optimiser step, over all processes. Default: max_tokens_per_gpu for each GPU; 2048 on CPUs. To
     resume a run on another number of GPUs, give it."""
 
-    max_tokens_per_gpu: int | None = Field(None, ge=64)
+    max_tokens_per_gpu: int | None = Field(None, ge=64, le=2**30)
     """Packed tokens that one process computes at a time. A larger share of a step is divided into micro-batches whose
     gradients are added; a longer row is cut at this length, and the rows cut are reported. Default: 16384 on a GPU, or
     its half, its quarter, ... where the GPU holds no more, down to the longest row; no bound on a CPU."""
@@ -80,7 +80,7 @@ class TrainSpec(Frozen):
     """Seconds between two saves of the resumable training state; it is also saved at every checkpoint and when the
     program is asked to stop. The state is copied to host memory and written while training continues."""
 
-    save_every_steps: int | None = Field(None, ge=1)
+    save_every_steps: int | None = Field(None, ge=1, le=1_000_000_000)
     """Save it every so many optimiser steps as well."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)

@@ -169,13 +169,13 @@ class TuneSpec(Frozen):
     trials_share: float = Field(0.25, gt=0.0, le=1.0)
     """The share of all pairs of setting and concurrency that may be measured; at least four per concurrency."""
 
-    budget_s: float = Field(600.0, gt=0.0)
+    budget_s: float = Field(600.0, gt=0.0, le=1e6)
     """Seconds for racing, over all concurrencies. Each has one round however little is left, a round that has begun is
     finished, and another begins only if there is time for one as long as the last. Afterwards prediction and
     measurement together decide. Not counted: the measurements for the prediction, the start of servers, the final
     benchmark of the winner, and the tuning of a rival, which has as long again."""
 
-    max_prompts: int = Field(8, ge=1)
+    max_prompts: int = Field(8, ge=1, le=100_000)
     """Prompts for the prediction, and as many for the measurements, drawn evenly from the suites."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = depends((0.0, 1.0), min_length=1)
