@@ -136,9 +136,10 @@ class Client:
     def cancel(self, job_id: str) -> status.Job:
         return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", status.Job)
 
-    def retry(self, job_id: str) -> status.Job:
-        """Resume a failed or cancelled job from the stage that did not finish."""
-        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", status.Job)
+    def retry(self, job_id: str, from_stage: StageName | None = None) -> status.Job:
+        """Resume a failed or cancelled job from the stage that did not finish, or run an ended one again from a given
+        stage."""
+        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", status.Job, {"from_stage": from_stage})
 
     def delete(self, job_id: str) -> bool:
         """Delete a job. False when it has not ended: it is cancelled, and deleted once it has stopped."""

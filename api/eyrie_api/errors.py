@@ -9,6 +9,9 @@ The class defines the HTTP status for the server and the exit code for programs.
 import sys
 from typing import ClassVar
 
+RUN_AGAIN = "run that stage and the later ones again: eyrie retry JOB --from STAGE"
+"""Hint where the output of a stage is missing or damaged."""
+
 
 class EyrieError(Exception):
     """Base of every error a user may see."""

@@ -34,10 +34,12 @@ Temporary errors (no response, 429, 5xx) raise `KubeflowUnavailable`; others car
 each request, since a projected token is rotated; it never appears in a message.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,6 +152,14 @@ class KubeflowRunner(Runner):
             self._fetch(path)
         counting = read_record(path, Counting)
         return counting if counting is not None and counting.attempt == attempt else Counting(attempt=attempt)
+
+    def discard(self, job_id: str, stages: Collection[StageName]) -> None:
+        for stage in stages:
+            directory = self._dir(job_id) / "stages" / stage
+            if self._store is not None:
+                self._store.delete_all(self._key(directory))
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(directory)
 
     def stop(self, job_id: str) -> None:
         for _attempt, _starts, run in self._runs(job_id):

@@ -27,12 +27,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.stages import StageName
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient, report_error
 from eyrie_api.full_disk import disk_full, is_full, is_short, wait_for_room, with_room
 from eyrie_api.planning.facts import gpus_of
@@ -130,6 +132,11 @@ class LocalRunner(Runner):
         killed before the leader's record was there, has started the run; the next observation finds it."""
         with contextlib.suppress(Conflict):
             start(self._dir(job.id), job)
+
+    def discard(self, job_id: str, stages: Collection[StageName]) -> None:
+        for stage in stages:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._dir(job_id) / "stages" / stage)
 
     def stop(self, job_id: str) -> None:
         stop(self._dir(job_id))

@@ -10,6 +10,7 @@ A chart installed before Kubeflow is in this state: the API responds and accepts
 the reason RuntimeUnavailable and the setting that is missing.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -120,6 +121,10 @@ class Runner(Protocol):
     def start(self, job: JobFile) -> None:
         """Start a run of the job's attempt, unless one of this attempt is running. `incumbent` is fixed at the first
         start of an attempt, `reuse` at the first start of the job."""
+
+    def discard(self, job_id: str, stages: Collection[StageName]) -> None:
+        """Remove the output of stages of a job of which nothing runs."""
+        return
 
     def stop(self, job_id: str) -> None:
         """Begin to stop the latest run with everything it started; `observe` reports when it has ended."""

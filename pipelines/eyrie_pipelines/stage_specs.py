@@ -139,7 +139,7 @@ def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str)
     for checkpoint in benchmarked(job, reports):
         if checkpoint.name == name:
             return checkpoint
-    raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "retry the job from the train stage")
+    raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "train again: eyrie retry JOB --from train")
 
 
 def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, first: bool) -> BenchmarkStage:

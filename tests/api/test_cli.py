@@ -333,6 +333,9 @@ def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:
     assert (error["reason"], refused.stdout) == ("Conflict", "")
     assert error["hint"]
     eyrie.plane.jobs.save_status(job_id, ended("Failed"))
+    assert eyrie.json("retry", job_id, "--from", "train")["status"]["restarted_from"] == "train"
+    assert eyrie("retry", job_id, "--from", "tea").exit_code == 2
+    eyrie.plane.jobs.save_status(job_id, ended("Failed"))
     kept = eyrie("delete", job_id, input="n\n")
     assert kept.exit_code != 0
     assert eyrie.json("delete", job_id) == {"id": job_id, "deleted": True}

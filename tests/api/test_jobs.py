@@ -111,6 +111,24 @@ def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: J
     assert jobs.unfinished(10.0) == (job.id,)
 
 
+def test_a_retry_from_a_stage_starts_with_that_one_and_no_drafter_that_is_served_is_removed(
+        jobs: Jobs, database: Database, clock: ManualClock) -> None:
+    job = jobs.submit(derive(job_spec()))
+    for stage in ("capture", "tune"):
+        jobs.set_stage(job.id, StageStatus(stage=stage, state="Succeeded", attempt=1, finished_at=NOW))
+    endpoints = Endpoints(database, clock)
+    endpoints.create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
+    endpoints.propose("default", job_id=job.id, checkpoint="c", tree=None, drafter_dir="/d", reason="test")
+    jobs.save_status(job.id, ended("Succeeded"))
+    with pytest.raises(Conflict, match="serves a drafter"):
+        jobs.retry(job.id, "train")
+    again = jobs.retry(job.id, "tune")
+    assert again.status.restarted_from == "tune"
+    assert {stage.stage: stage.state for stage in again.status.stages} == {"capture": "Succeeded", "tune": "Pending"}
+    jobs.save_status(job.id, ended("Failed"))
+    assert jobs.retry(job.id).status.restarted_from is None
+
+
 def test_the_document_as_it_was_sent_is_kept_by_all_ways_and_by_a_retry(jobs: Jobs) -> None:
     spec = job_spec(train={"epochs": 3})
     resolved = spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "float32"})})

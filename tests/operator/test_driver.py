@@ -27,6 +27,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.errors import Conflict
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import find, is_over
@@ -144,6 +145,21 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
     status = harness.jobs.get(job_id).status
     assert (status.phase, status.attempt) == ("Running", 2)
     assert rehearsal.starts() == ["regenerate", "capture", "capture"]
+
+
+def test_a_job_that_has_ended_runs_again_from_the_stage_that_is_named(harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id = harness.submit()
+    assert harness.drive(job_id).status.phase == "Succeeded"
+    with pytest.raises(Conflict, match="--from STAGE"):
+        harness.jobs.retry(job_id)
+    stages = harness.directory(job_id) / "stages"
+    (stages / "tune" / "left").write_text("of the first attempt")
+    harness.jobs.retry(job_id, "tune")
+    job = harness.drive(job_id)
+    assert (job.status.phase, job.status.attempt, job.status.restarted_from) == ("Succeeded", 2, "tune")
+    assert not (stages / "tune" / "left").exists()
+    assert rehearsal.starts()[-2:] == ["tune", "prove"]
+    assert [rehearsal.starts().count(stage) for stage in ("regenerate", "capture", "tune")] == [1, 1, 2]
 
 
 def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and_are_chosen_once(
@@ -295,7 +311,10 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harne
     found = find(job.status.conditions, "Failed")
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
-    assert "delete the stage's directory" in found.message
+    assert "eyrie retry JOB --from STAGE" in found.message
+    harness.jobs.retry(job_id, "capture")
+    assert harness.drive(job_id).status.phase == "Succeeded"
+    assert rehearsal.starts().count("regenerate") == 1
 
 
 def test_a_run_is_stopped_before_its_job_fails_for_a_manifest_that_cannot_be_read(

@@ -28,14 +28,13 @@ from pydantic import BaseModel, ValidationError
 
 from eyrie_api.contract.rules import first_problem
 from eyrie_api.contract.stages import FileEntry, Manifest
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.errors import RUN_AGAIN, ArtifactCorrupt, ArtifactMissing
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _SEAL = "digest"
 """The member that `write_sealed` adds; no sealed value has a field of that name."""
 
-_REPLACED = "another file has taken its place: delete that stage's directory and retry the job"
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -146,7 +145,7 @@ def read_report(path: Path, kind: type[ModelT]) -> ModelT:
     manifest = read_manifest(path)
     if not isinstance(manifest.report, kind):
         raise ArtifactCorrupt(f"manifest {path / MANIFEST if path.is_dir() else path} is that of stage "
-                              f"{manifest.stage!r}, and has no {kind.__name__}", _REPLACED)
+                              f"{manifest.stage!r}, and has no {kind.__name__}", RUN_AGAIN)
     return manifest.report
 
 
@@ -157,7 +156,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise ArtifactCorrupt(f"manifest {name} is invalid: {reason}",
-                              "delete the stage's directory and retry the job") from error
+                              RUN_AGAIN) from error
 
 
 def verify_files(manifest: Manifest, root: Path) -> None:
@@ -166,9 +165,9 @@ def verify_files(manifest: Manifest, root: Path) -> None:
         path = root / entry.path
         if not path.is_file():
             raise ArtifactMissing(f"{path} is listed in the manifest of stage {manifest.stage!r} but does not exist",
-                                  "retry the job from that stage")
+                                  RUN_AGAIN)
         if path.stat().st_size != entry.size_bytes or digest_file(path) != entry.sha256:
-            raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "retry the job from that stage")
+            raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", RUN_AGAIN)
 
 
 def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
@@ -187,7 +186,7 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
         here = [entry for entry in manifest.files if (root / entry.path).is_relative_to(path)]
         if manifest.files and not here:
             raise ArtifactCorrupt(f"{root / MANIFEST} is that of stage {manifest.stage!r} and lists no {path.name}",
-                                  _REPLACED)
+                                  RUN_AGAIN)
         listed = tuple(entry for entry in here if entry.path not in leave_out)
         verify_files(manifest.model_copy(update={"files": listed}), root)
         return

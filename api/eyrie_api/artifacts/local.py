@@ -25,7 +25,7 @@ from eyrie_api.artifacts.store import (
     ignore,
     other_bytes,
 )
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.errors import RUN_AGAIN, ArtifactCorrupt, ArtifactMissing
 
 _CHUNK = 1 << 20
 
@@ -105,7 +105,7 @@ class LocalStore:
         with temporary_file(target) as (file, temporary):
             _size, digest = _copy(path, file)
             if sha256 not in (None, digest):
-                raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {sha256}", "retry the job from that stage")
+                raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {sha256}", RUN_AGAIN)
             os.replace(temporary, target)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:

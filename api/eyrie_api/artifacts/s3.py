@@ -37,7 +37,7 @@ from eyrie_api.artifacts.store import (
     ignore,
     other_bytes,
 )
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from eyrie_api.errors import RUN_AGAIN, ArtifactCorrupt, ArtifactMissing, InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class S3Store:
 
     def _compare(self, key: str, digest: str, expected: str | None) -> None:
         if expected not in (None, digest):
-            raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {expected}", "retry the job from that stage")
+            raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {expected}", RUN_AGAIN)
 
     def _fetch(self, key: str, start: int, stop: int | None, take: Callable[[int, bytes], object]) -> str | None:
         """Read bytes [start, stop) and pass each chunk with its offset to `take`; return the object's stored digest.

@@ -28,6 +28,7 @@ from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
@@ -425,11 +426,18 @@ def cancel(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -
 
 @app.command()
 @verb
-def retry(job: JobId, follow: Watch = False, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Resume a failed or cancelled job after its last finished stage."""
+def retry(
+    job: JobId,
+    from_stage: Annotated[StageName | None, typer.Option(
+        "--from", help="Run again from this stage: its output and that of the later stages is removed.")] = None,
+    follow: Watch = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Resume a failed or cancelled job after its last finished stage, or run an ended one again from a stage."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
-        again = client.retry(find_job(client, job).id)
+        again = client.retry(find_job(client, job).id, from_stage)
         if follow:
             follow_job(client, again.id, screen)
             return

@@ -86,6 +86,9 @@ class JobStatus(Frozen):
     attempt: int = 1
     """Counts retries."""
 
+    restarted_from: StageName | None = None
+    """The stage from which the latest attempt runs everything again; None: it went on after the finished stages."""
+
     best: LeaderboardEntry | None = None
     decision: PromotionDecision | None = None
     endpoint: str | None = None
@@ -288,6 +291,14 @@ class JobReport(Frozen):
     endpoint: str | None = None
     devices_per_server: int = 1
     """GPUs of one server of `prove` (`engine.tp_size`); 1 where it computes on the CPU."""
+
+
+class RetryRequest(Frozen):
+    """Go on with a job that has ended."""
+
+    from_stage: StageName | None = None
+    """Run again from this stage: its output and that of the later stages is removed. Default: finished stages are
+    kept."""
 
 
 class PromoteRequest(Frozen):

@@ -33,7 +33,7 @@ from eyrie_api.contract.access import Action, WebhookEvent
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.records import WaitingPod
 from eyrie_api.contract.resolved import Demand, ResolvedJob
-from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.status import (
     Condition,
     Event,
@@ -271,20 +271,27 @@ class Jobs:
             record_change(session, self._scope, self._clock, "job.cancel", f"job/{job_id}", row.project)
             return self._render(session, row)
 
-    def retry(self, job_id: str) -> Job:
+    def retry(self, job_id: str, from_stage: StageName | None = None) -> Job:
         """Resume from the failed stage: finished stages keep their manifests, the others return to Pending.
 
-        Raises Conflict when the job has not ended, has succeeded, or is being deleted, QuotaReached and
-        PriorityClassRefused.
+        from_stage   run again from this stage, of a job that has succeeded too; the driver removes its output and that
+                     of the later ones before the attempt starts
+
+        Raises Conflict when the job has not ended, has succeeded, or is being deleted, and where an endpoint serves a
+        drafter that would be removed; QuotaReached and PriorityClassRefused.
         """
+        again = () if from_stage is None else STAGES[STAGES.index(from_stage):]
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
             if row.delete_requested:
                 raise Conflict(f"job {job_id} is being deleted", "submit a new job")
             if not row.ended:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
-            if row.phase == "Succeeded":
-                raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
+            if row.phase == "Succeeded" and not again:
+                raise Conflict(f"job {job_id} has succeeded",
+                               "name the stage to run again from (eyrie retry JOB --from STAGE), or submit a new job")
+            if "train" in again:
+                self._require_unserved(session, job_id)
             demand = Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
             check_job(session, row.project, JobSpec.model_validate(row.spec), demand)
             row.attempt += 1
@@ -294,12 +301,14 @@ class Jobs:
             remaining = tuple(condition for condition in old.conditions if condition.type not in ENDS)
             row.status = old.model_copy(update={
                 "conditions": remaining, "attempt": row.attempt, "phase": "Pending", "finished_at": None,
-                "run_id": None}).model_dump(mode="json")
+                "run_id": None, "restarted_from": from_stage}).model_dump(mode="json")
             row.updated_at = self._clock()
             session.execute(update(StageRow).where(
-                StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
+                StageRow.job_id == job_id,
+                or_(StageRow.state.in_(("Failed", "Cancelled", "Running")), StageRow.stage.in_(again)),
             ).values(state="Pending", progress=None, reason=None, message=None, hint=None, finished_at=None))
-            self._note(session, job_id, "Retried", f"attempt {row.attempt}: resuming after the last finished stage")
+            self._note(session, job_id, "Retried", f"attempt {row.attempt}: " + (
+                f"from {from_stage} again" if again else "resuming after the last finished stage"))
             record_change(session, self._scope, self._clock, "job.retry", f"job/{job_id}", row.project)
             enqueue(session, "advance_job", job_id, self._clock)
             session.flush()
@@ -313,14 +322,7 @@ class Jobs:
         """
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
-            serving = session.scalars(select(RevisionRow.endpoint).join(
-                EndpointRow, EndpointRow.name == RevisionRow.endpoint).where(
-                RevisionRow.job_id == job_id,
-                or_(EndpointRow.active_revision == RevisionRow.number,
-                    EndpointRow.candidate_revision == RevisionRow.number))).first()
-            if serving is not None:
-                raise Conflict(f"endpoint {serving!r} serves a drafter of job {job_id}",
-                               "promote another job's drafter or roll the endpoint back first")
+            self._require_unserved(session, job_id)
             record_change(session, self._scope, self._clock, "job.delete", f"job/{job_id}", row.project)
             if row.ended:
                 session.delete(row)
@@ -332,6 +334,17 @@ class Jobs:
                 if not row.cancel_requested:
                     self._request_cancel(session, row)
             return False
+
+    @staticmethod
+    def _require_unserved(session: Session, job_id: str) -> None:
+        serving = session.scalars(select(RevisionRow.endpoint).join(
+            EndpointRow, EndpointRow.name == RevisionRow.endpoint).where(
+            RevisionRow.job_id == job_id,
+            or_(EndpointRow.active_revision == RevisionRow.number,
+                EndpointRow.candidate_revision == RevisionRow.number))).first()
+        if serving is not None:
+            raise Conflict(f"endpoint {serving!r} serves a drafter of job {job_id}",
+                           "promote another job's drafter or roll the endpoint back first")
 
     def to_be_deleted(self) -> tuple[str, ...]:
         """Jobs marked for deletion that have stopped: retention calls `delete` on them."""

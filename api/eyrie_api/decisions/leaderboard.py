@@ -74,7 +74,7 @@ def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
     for no reports.
     """
     if not reports:
-        raise InvalidInput("no benchmark report to choose from", "retry the job from the benchmark stage")
+        raise InvalidInput("no benchmark report to choose from", "measure again: eyrie retry JOB --from benchmark")
     by_name = sorted(reports, key=lambda report: report.checkpoint)
     return max(by_name, key=_preference)
 

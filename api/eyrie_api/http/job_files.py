@@ -18,7 +18,7 @@ from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.contract.placement import S3Work
 from eyrie_api.contract.stages import FileEntry
-from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.errors import RUN_AGAIN, ArtifactCorrupt, ArtifactMissing
 from eyrie_api.planning.placement import read_profile
 from eyrie_api.settings import Settings
 
@@ -94,10 +94,10 @@ class JobFiles:
         root, file = stage.directory.resolve(), (stage.directory / entry.path).resolve()
         if not file.is_relative_to(root) or not file.is_file():
             raise ArtifactCorrupt(f"{entry.path!r} is in the manifest but is not a file of its stage's directory",
-                                  "retry the job from that stage")
+                                  RUN_AGAIN)
         if file.stat().st_size != entry.size_bytes or digest_file(file) != entry.sha256:
             raise ArtifactCorrupt(f"{entry.path!r} differs from the digest in its manifest",
-                                  "retry the job from that stage")
+                                  RUN_AGAIN)
         return file
 
     def pieces(self, stage: StageManifest, entry: FileEntry) -> Iterator[bytes]:
@@ -107,7 +107,7 @@ class JobFiles:
         key = self._key(stage.directory / entry.path)
         if self.store.stat(key) is None:
             raise ArtifactMissing(f"{entry.path!r} is in the manifest but not in the store",
-                                  "retry the job from that stage")
+                                  RUN_AGAIN)
         return self._read(key, entry)
 
     def _read(self, key: str, entry: FileEntry) -> Iterator[bytes]:
@@ -117,7 +117,7 @@ class JobFiles:
             piece = self.store.read(key, start=start, length=min(PIECE_BYTES, entry.size_bytes - start))
             sha.update(piece)
             if start + PIECE_BYTES >= entry.size_bytes and "sha256:" + sha.hexdigest() != entry.sha256:
-                raise ArtifactCorrupt(f"{key} differs from the digest in its manifest", "retry the job from that stage")
+                raise ArtifactCorrupt(f"{key} differs from the digest in its manifest", RUN_AGAIN)
             yield piece
 
     def _key(self, path: Path) -> str:

@@ -20,6 +20,8 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from eyrie_api.contract.hardware import HardwareMeasurement
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, TuneReport
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.stages import STAGES
+from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.status import Job, JobStatus, Revision
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
@@ -151,6 +153,9 @@ class Driver:
         run = ObservedRun()
         try:
             run = self._runner.observe(job.id)
+            again = job.status.restarted_from
+            if again is not None and run.attempt != job.status.attempt and not run.alive:
+                self._discard(job.id, run, STAGES[STAGES.index(again):])
             seen = self._observe(job, run)
         except (NotFound, Transient):
             raise
@@ -199,11 +204,23 @@ class Driver:
         else:
             self._write_report(job, status)
 
-    def _start(self, action: StartRun, job: Job, seen: ObservedJob) -> None:
+    def _discard(self, job_id: str, run: ObservedRun, stages: Sequence[StageName]) -> None:
+        """Remove what stages of an earlier attempt have left, before the run of this attempt starts."""
+        with self._starting():
+            # Race: a driver whose lease has expired may have started the run since.
+            if self._runner.observe(job_id).run_id == run.run_id:
+                self._runner.discard(job_id, stages)
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Starts are serialised on one machine."""
         self._settings.home.mkdir(parents=True, exist_ok=True)
-        # Check and start are serialised on one machine: two drivers must not both take the last free slot.
         with (self._settings.home / "starting.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _start(self, action: StartRun, job: Job, seen: ObservedJob) -> None:
+        with self._starting():  # two drivers must not both take the last free slot
             # Race: while this driver waited, one whose lease has expired may have started the run.
             if self._runner.observe(job.id).run_id != seen.run.run_id or not self._has_capacity(job):
                 return

@@ -255,7 +255,8 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
         phase=phase_of(conditions, started=started, cancel_requested=seen.cancel_requested or seen.delete_requested),
         observed_generation=previous.observed_generation, conditions=conditions,
         stages=tuple(_stage_status(member, seen, over, now) for member in seen.stages) or previous.stages,
-        run_id=seen.run.run_id or previous.run_id, attempt=seen.attempt, best=seen.best or previous.best,
+        run_id=seen.run.run_id or previous.run_id, attempt=seen.attempt,
+        restarted_from=previous.restarted_from, best=seen.best or previous.best,
         decision=seen.decision, endpoint=seen.serving.endpoint or previous.endpoint,
         started_at=previous.started_at or (now if started else None),
         finished_at=(previous.finished_at if same and previous.finished_at else now) if over else None)

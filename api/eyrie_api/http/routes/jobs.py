@@ -12,7 +12,7 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan, PlannedStages
 from eyrie_api.contract.resources import WaitingList
-from eyrie_api.contract.status import Job, JobList, Phase
+from eyrie_api.contract.status import Job, JobList, Phase, RetryRequest
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
@@ -131,9 +131,10 @@ def cancel_job(job_id: str, control: RequestControl) -> Job:
 
 
 @router.post(JOBS + "/{job_id}/retry", status_code=202, name="job.retry")
-def retry_job(job_id: str, control: RequestControl) -> Job:
-    """Go on from the failed or cancelled stage."""
-    job = control.jobs.retry(job_id)
+def retry_job(job_id: str, control: RequestControl,
+              request: Annotated[RetryRequest | None, Body()] = None) -> Job:
+    """Go on from the failed or cancelled stage, or run again from a given one."""
+    job = control.jobs.retry(job_id, None if request is None else request.from_stage)
     control.wake()
     return job
 
