@@ -6,7 +6,10 @@ The class defines the HTTP status for the server and the exit code for programs.
 `Permanent` ones do not.
 """
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 RUN_AGAIN = "run that stage and the later ones again: eyrie retry JOB --from STAGE"
@@ -61,6 +64,24 @@ class TargetNotFound(InvalidInput):
 
 class UnsupportedTarget(InvalidInput):
     """Files of the target are missing, damaged or contradictory, or its architecture cannot be captured or decoded."""
+
+
+_OF_DOCUMENTS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+
+
+@contextmanager
+def reading(document: object) -> Iterator[None]:
+    """The boundary for documents of users: what the code within raises on a value whose type or size no check expects
+    becomes UnsupportedTarget. The traceback is logged, since it may be a defect of the code.
+
+    document   what is read, for the message
+    """
+    try:
+        yield
+    except _OF_DOCUMENTS as error:
+        logging.getLogger(__name__).warning("while %s was read", document, exc_info=error)
+        raise UnsupportedTarget(f"{document} holds a value that cannot be used: {type(error).__name__}: "
+                                f"{str(error)[:300]}", "compare its files with those that were published") from error
 
 
 class NoChatTemplate(InvalidInput):

@@ -8,18 +8,22 @@ with something evil in its path, query, headers, body or bytes (`evil_values`). 
 - an error is problem details from the API, and an OpenAI error from the engine, and JSON in the strict sense;
 - at the end the parts answer as at the beginning, and their memory has not grown by more than GROWTH.
 
+The part `files` submits and plans jobs whose target, drafter or data is a mutated directory (`mutated_files`), with the
+same rules.
+
 With `--schemathesis PROGRAM` the API's own document is tested too, in a process: all checks of schemathesis but
 `positive_data_acceptance` (rules between fields and on what exists are not in a JSON schema) and `use_after_free`
 (deleting a job that runs is a request to stop it; it is there until it has stopped), and without events and logs, whose
 streams do not end.
 
-    python -m benchmarks.campaigns.fuzz [--seed 1] [--seconds 120] [--parts api,gateway,engine] [--postgres]
+    python -m benchmarks.campaigns.fuzz [--seed 1] [--seconds 120] [--parts api,files,gateway,engine] [--postgres]
         [--schemathesis PROGRAM] [--out FILE]
 """
 
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -32,6 +36,7 @@ import httpx
 
 from benchmarks.campaigns.evil_values import HEADERS, dump, evil_bytes, evil_segment, mutated
 from benchmarks.campaigns.live_servers import Part, api_server, endpoint, scratch
+from benchmarks.campaigns.mutated_files import mutate_data, mutate_drafter, mutate_target
 from benchmarks.campaigns.raw_http import Answer, send
 from benchmarks.campaigns.report import Campaign, options
 from eyrie_api.contract.status import Problem
@@ -194,6 +199,47 @@ def attack(campaign: Campaign, part: Part, routes: Sequence[Route], share_s: flo
             "last_mib": round(last), "descriptors": part.descriptors()}
 
 
+def attack_files(campaign: Campaign, part: Part, home: Path, share_s: float) -> dict[str, Any]:
+    """Submit and plan jobs with mutated directories for a share of the campaign's time."""
+    rng, until = random.Random(f"{campaign.seed}/files"), campaign.elapsed_s + share_s
+    valid = tiny_target(home / "valid")
+    statuses: Counter[str] = Counter()
+    first, slowest = part.resident_mib(), 0.0
+    while campaign.elapsed_s < until:
+        directory, kind = home / "mutated", rng.choice(("target", "target", "drafter", "data"))
+        body = job_body(target={"model": str(valid)})
+        if kind == "target":
+            mutate_target(rng, valid, directory)
+            body["target"] = {"model": str(directory)}
+        elif kind == "drafter":
+            mutate_drafter(rng, valid, directory)
+            body |= rng.choice(({"rivals": [{"method": "drafter", "path": str(directory)}]},
+                                {"drafter": {"init_from": str(directory)}}))
+        else:
+            body["data"] = {"sources": [{"path": mutate_data(rng, directory)}]}
+        path = rng.choice((b"/v1alpha1/plans", b"/v1alpha1/jobs"))
+        number = statuses.total()
+        try:
+            answer = send(part.port, "POST", path, {"Content-Type": b"application/json"}, json.dumps(body).encode(),
+                          LIMIT_S)
+        except TimeoutError:
+            answer = Answer(0, {}, b"", LIMIT_S)
+        statuses[f"{kind}: {answer.status}"] += 1
+        slowest = max(slowest, answer.seconds)
+        if answer.status not in (200, 202, 422):
+            campaign.add_finding("a file is accepted or refused", kind=kind, number=number, status=answer.status,
+                                 body=repr(body), answer=repr(answer.body[:500]))
+        shutil.rmtree(directory)
+        if number == 100:
+            first = part.resident_mib()
+    last = part.resident_mib()
+    if last > GROWTH * first + SLACK_MIB:
+        campaign.add_finding("memory grows", part="files", first_mib=round(first), last_mib=round(last))
+    _check_alive(campaign, part)
+    return {"directories": statuses.total(), "statuses": dict(sorted(statuses.items())), "slowest_s": round(slowest, 2),
+            "first_mib": round(first), "last_mib": round(last)}
+
+
 def _check_alive(campaign: Campaign, part: Part) -> None:
     base = f"http://127.0.0.1:{part.port}"
     try:
@@ -234,7 +280,7 @@ def run_schemathesis(campaign: Campaign, program: str, part: Part, share_s: floa
 def main() -> int:
     """Run the campaign."""
     parser = options("fuzz", "Evil requests against API server, gateway and engine.", 120.0)
-    parser.add_argument("--parts", default="api,gateway,engine", help="which parts, separated by commas")
+    parser.add_argument("--parts", default="api,files,gateway,engine", help="which parts, separated by commas")
     parser.add_argument("--schemathesis", metavar="PROGRAM", help="also run this schemathesis against the API")
     parser.add_argument("--postgres", action="store_true", help="the API also on PostgreSQL")
     wanted = parser.parse_args()
@@ -256,6 +302,9 @@ def main() -> int:
                     part = stack.enter_context(api_server(_made(home / "postgres"), url.url(url.create())))
                     figures["api on PostgreSQL"] = attack(campaign, part, routes_of_api(home / "postgres"), share,
                                                           "postgresql")
+        if "files" in parts:
+            with api_server(_made(home / "for-files")) as part:
+                figures["files"] = attack_files(campaign, part, home, share)
         if {"gateway", "engine"} & set(parts):
             tiny_target(home / "target")
             with endpoint(_made(home / "serving"), home / "target") as both:

@@ -54,6 +54,11 @@ def shortened(directory: Path) -> None:
     (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:100_000])
 
 
+def endless_offsets(directory: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e400]}}'
+    (directory / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def without_end(directory: Path) -> None:
     edited("config.json", eos_token_id=None)(directory)
     edited("tokenizer_config.json", eos_token=None)(directory)
@@ -77,6 +82,7 @@ TARGETS: dict[str, tuple[Break, str]] = {
     "truncated weights": (shortened,
                           "{d}/model.safetensors has 100000 bytes, its header says 383461: the file is truncated; "
                           "download it again"),
+    "offsets without an end": (endless_offsets, "{d}/model.safetensors has no safetensors header; download it again"),
     "index without a map": (written(INDEX, "{}"),
                             "{d}/model.safetensors.index.json has no weight_map of tensor names to files; save the "
                             "model again with save_pretrained, or download it again"),

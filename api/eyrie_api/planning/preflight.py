@@ -45,6 +45,7 @@ from eyrie_api.errors import (
     InvalidInput,
     UnsupportedTarget,
     VocabularyTooLarge,
+    reading,
 )
 from eyrie_api.full_disk import free_bytes
 from eyrie_api.planning.facts import (
@@ -160,6 +161,11 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
 
 
 def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Submission:
+    with reading(f"target.model {spec.target.model!r}, or the data or a drafter of the job"):
+        return _checks(spec, settings, earlier)
+
+
+def _checks(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]]) -> Submission:
     facts = read_facts(spec, settings)
     submission = Submission(resolve(with_absolute_paths(spec), facts), facts, settings)
     for passes in CHECKS:

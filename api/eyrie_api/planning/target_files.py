@@ -261,7 +261,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
                                 "make it readable for the server") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError):
         raise UnsupportedTarget(f"{path} has no safetensors header", "download it again") from None
     if size != 8 + length + end:
         raise UnsupportedTarget(f"{path} has {size} bytes, its header says {8 + length + end}: the file is truncated",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget
+from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.target_config import (
     FULL,
     UNSCALED_OR_LINEAR,
@@ -174,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise TargetNotFound(f"{path} does not exist", "give a Hugging Face model directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of digits, deep nesting
         raise UnsupportedTarget(f"{path} is not JSON: {error}", "save the model again") from None
     if not isinstance(value, dict):
         raise UnsupportedTarget(f"{path} holds {type(value).__name__}, not an object", "save the model again")
@@ -184,7 +184,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(directory: Path) -> TargetConfig:
     """The config of the model in `directory`, of any architecture; `generation_config.json` adds end tokens when it is
     there. Raises UnsupportedTarget when a size is missing."""
-    return describe_config(*read_config_files(directory))
+    with reading(directory):
+        return describe_config(*read_config_files(directory))
 
 
 def read_config_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_sealed
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
-from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget
+from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.target_config import has_tied_embeddings, language_model
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import parse_config, read_config_files, read_json
@@ -107,16 +107,18 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
     that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
     """
-    config, device = parse_config(*read_config_files(path)), device or default_device()
-    require_memory(str(device), weight_bytes(path, dtype), free_bytes(device), dtype)
-    require_tied_head(path)
+    device = device or default_device()
+    with reading(path):
+        config = parse_config(*read_config_files(path))
+        require_memory(str(device), weight_bytes(path, dtype), free_bytes(device), dtype)
+        require_tied_head(path)
     try:
         return TargetModel(config, CheckpointTensors(path, DTYPES[dtype], device), path)
     except KeyError as error:
         raise ArtifactCorrupt(f"{path} has no tensor {error.args[0]!r}", "download or save the model again") from None
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ArithmeticError, MemoryError) as error:
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
 
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from eyrie_api.chat_messages import Malformed, Message, normal_messages
 from eyrie_api.chat_template import ChatTemplate, Form, read_sources, require_text, special_tokens
-from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget
+from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget, reading
 from eyrie_workers.targets.config import read_config, read_json
 
 REPLACEMENT = "\ufffd"
@@ -92,12 +92,18 @@ class ChatTokenizer:
         Raises UnsupportedTarget without a readable `tokenizer.json`, NoChatTemplate for a template that is no Jinja.
         """
         self.path = path
+        with reading(path):
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
         optional = {name: read_json(path / name) if (path / name).is_file() else {} for name in (
             "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")}
         settings = optional["tokenizer_config.json"]
         try:
             self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exception for a missing or malformed file
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exception for a malformed file, a panic of Rust for some
             raise UnsupportedTarget(f"{path / 'tokenizer.json'} cannot be read: {error}",
                                     "save the tokenizer again, with use_fast=True") from error
         self._tokenizer.no_padding()
