@@ -191,6 +191,7 @@ def test_candidates_of_different_mixes_are_trained_one_by_one_from_one_capture(
     assert rehearsal.sweeps() == []
 
 
+@pytest.mark.slow
 def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_out_with_it(
         job_dir: Path, rehearsal: Rehearsal) -> None:
     spec = sweeping_spec("never")
@@ -333,7 +334,7 @@ def test_candidates_trained_together_are_started_again_while_one_of_them_gets_fu
     assert len(rehearsal.sweeps()) == 5
 
 
-@pytest.mark.parametrize("manner", ["hang", "stubborn"])
+@pytest.mark.parametrize("manner", [pytest.param("hang", marks=pytest.mark.slow), "stubborn"])
 def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
         manner: str, job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=[manner])
