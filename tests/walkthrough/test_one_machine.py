@@ -102,7 +102,7 @@ def finished(client: Client, job_id: str, seconds: float = 600) -> Job:
         job = client.job(job_id)
         return job if job.status.finished_at is not None else None
 
-    return wait_for(over, f"{job_id} is over", seconds, every_s=0.2)
+    return wait_for(over, f"{job_id} is over", seconds, every_s=0.5)
 
 
 @pytest.mark.timeout(1800)  # a machine that is held up is waited for
