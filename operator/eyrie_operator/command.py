@@ -33,7 +33,6 @@ from eyrie_api.cli.commands import app, find_job
 from eyrie_api.cli.verbs import Json, RunningPlane, Screen, Server, running_plane, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.contract.engine import EngineKind
-from eyrie_api.database.engine import Database
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
@@ -119,6 +118,7 @@ def doctor(
     With EYRIE_CLUSTER_PROFILE, files of jobs are those of its work area. Ends with 74 when something is found and not
     repaired.
     """
+    from eyrie_api.database.engine import Database
     from eyrie_api.http.job_files import JobFiles
     from eyrie_operator import doctor as examination
 

@@ -1,18 +1,19 @@
-"""The control plane loads no tensor library, and its client not even a server or a database."""
+"""The control plane loads no tensor library, and client and command not even a server or a database."""
 
 import subprocess
 import sys
 
 import pytest
 
+# kfp.local changes its process (log handlers, `print`, configuration): only a run's own leader may load it.
 HEAVY = ("torch", "transformers", "numpy", "kfp", "matplotlib", "pyarrow")
 
 
 @pytest.mark.parametrize(("modules", "absent"), [
-    ("eyrie_api.http.server, eyrie_api.chores.tasks, eyrie_api.client, eyrie_api.planning.plan, "
-     "eyrie_api.database.ingest",
+    ("eyrie_operator.control_plane, eyrie_pipelines.local, eyrie_api.http.server, eyrie_api.chores.tasks, "
+     "eyrie_api.client, eyrie_api.planning.plan, eyrie_api.database.ingest",
      HEAVY),
-    ("eyrie_api.client", (*HEAVY, "fastapi", "sqlalchemy", "celery", "alembic")),
+    ("eyrie_operator.command", (*HEAVY, "fastapi", "sqlalchemy", "celery", "alembic")),
     ("eyrie_api.planning.sweep, eyrie_api.decisions.leaderboard, eyrie_api.decisions.promotion, "
      "eyrie_api.planning.plan", (*HEAVY, "sqlalchemy", "httpx")),
 ])

@@ -218,6 +218,7 @@ def test_the_metrics_tell_what_waits_at_the_broker_and_do_without_it(
         assert "eyrie_queue_length{" not in text
 
 
+@pytest.mark.slow  # in the fast tier the next test starts the same command
 def test_the_worker_command_takes_chores(settings: Settings, database: Database, tmp_path: Path) -> None:
     """`eyrie worker` beside a database and a Redis: the whole chain to the embedded world's step."""
     env = {**os.environ, "EYRIE_HOME": str(settings.home), "EYRIE_DATABASE_URL": settings.resolved_database_url,

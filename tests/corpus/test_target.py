@@ -69,10 +69,10 @@ def test_the_corpus_can_be_regenerated_and_holds_no_suite_prompt() -> None:
     assert [p for p in prompts if p in text] == []
 
 
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("category", CATEGORIES)
-def test_greedy_answers_end_by_themselves(category: str) -> None:
-    for row in suites.read(category)[:2]:
-        assert answer(row).endswith(tokenizer.END)
+def test_greedy_answers_end_by_themselves(category: str, number: int) -> None:
+    assert answer(suites.read(category)[number]).endswith(tokenizer.END)
 
 
 def test_a_tool_question_is_answered_with_a_call_that_parses() -> None:

@@ -48,7 +48,9 @@ def opened(name: str, exports: Path, target: TargetModel) -> Drafter:
 
 # One row takes other paths than several, and a chain in float32 another than in bfloat16.
 @pytest.mark.parametrize(("name", "num_rows", "dtype"), [
-    *((name, num_rows, "float32") for name in ("ngram", *NAMES) for num_rows in (1, 2)), ("eagle3", 1, "bfloat16")])
+    *((name, 2, "float32") for name in ("ngram", *NAMES)), ("ngram", 1, "float32"), ("eagle3", 1, "float32"),
+    *(pytest.param(name, 1, "float32", marks=pytest.mark.slow) for name in NAMES if name != "eagle3"),
+    ("eagle3", 1, "bfloat16")])
 def test_the_host_waits_for_the_device_once_per_round(name: str, num_rows: int, dtype: str, gpu: PretendedGpu,
                                                       target_dir: Path, exports: Path) -> None:
     target = load_target(target_dir, dtype, GPU)

@@ -170,7 +170,8 @@ def test_setup_installs_everything_but_torch_by_version_and_hash_before_the_chec
 def test_the_wheel_is_installed_without_an_index_after_what_its_extra_brings_by_version_and_hash() -> None:
     printed = subprocess.run([sys.executable, "-m", "tests.helm.image_requirements", "local"], cwd=ROOT, check=True,
                              text=True, capture_output=True).stdout.splitlines()
-    assert printed == [entry for name, entry in entries(SETUP).items() if name in brought(["local"])]
+    local = brought(["local"])
+    assert printed == [entry for name, entry in entries(SETUP).items() if name in local]
     assert 0 < len(printed) < len(listed(SETUP)), "what only the tests need would hide what the extra lacks"
     script = (ROOT / ".ci/wheel").read_text()
     assert re.findall(r"^pip (.*)$", script, re.M) == [

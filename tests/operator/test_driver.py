@@ -18,8 +18,9 @@ import pytest
 from eyrie_api.artifacts import write_model
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.records import ProgressRecord
+from eyrie_api.contract.records import Failure, ProgressRecord
 from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job, StageStatus
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
@@ -37,6 +38,7 @@ from eyrie_operator.jobs.reconcile import ObservedJob, StartRun
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner, RunHandle, RunResult
 from eyrie_pipelines.processes import ProcessId, group_members, identify, wait_until
+from eyrie_pipelines.run_records import RunFailure
 from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of
 from tests.pipelines.finished_job import lay_out
@@ -48,7 +50,7 @@ SPEC = spec_of(serve=ServeSpec(enabled=False))
 
 
 class Harness:
-    """One home with its database and the driver of its jobs."""
+    """One home with its database and the driver of its jobs; its path has a space and the word kfp.local rewrites."""
 
     def __init__(self, home: Path) -> None:
         self.settings = Settings(home=home, lease_ttl_s=600.0)  # one step keeps its lease, however slow
@@ -81,6 +83,20 @@ class Harness:
         write_model(directory / "run/result.json", RunResult(run_id="run", state="succeeded",
                                                              finished_at=datetime.now(UTC)))
 
+    def fail(self, job_id: str, stage: StageName) -> None:
+        """End the run and write what one leaves whose stage after regenerate failed."""
+        directory, run = self.directory(job_id), local.observe(self.directory(job_id)).handle
+        assert run is not None
+        local.stop(directory, grace_s=0.0)
+        lay_out(directory, job_id, self.jobs.get(job_id).spec)
+        for path in (directory / "stages").iterdir():
+            if path.name != "regenerate":
+                shutil.rmtree(path)
+        now = datetime.now(UTC)
+        failure = Failure(reason="LossDiverged", message="loss was nan", exit_code=70, time=now)
+        write_model(directory / "run/result.json", RunResult(
+            run_id=run.run_id, state="failed", failure=RunFailure(stage=stage, failure=failure), finished_at=now))
+
     def close(self) -> None:
         for directory in self.settings.home.glob("jobs/*"):
             local.stop(directory, grace_s=0.5)
@@ -89,7 +105,7 @@ class Harness:
 
 @pytest.fixture
 def harness(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[Harness]:
-    made = Harness(tmp_path / "home")
+    made = Harness(tmp_path / "my python3 home")
     yield made
     made.close()
 
@@ -99,6 +115,9 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     job_id = harness.submit()
     job = harness.drive(job_id)
     assert job.status.phase == "Succeeded"
+    assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
+                                  "benchmark/base-step-20", "tune", "prove"]
+    assert not [path for path in (harness.directory(job_id) / "run").iterdir() if path.name in ("root", "tmp")]
     assert {stage.state for stage in job.status.stages} == {"Succeeded"}
     assert len(job.status.stages) == 7
     assert job.status.best is not None
@@ -164,11 +183,15 @@ def test_a_job_that_has_ended_runs_again_from_the_stage_that_is_named(harness: H
 
 def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and_are_chosen_once(
         harness: Harness, rehearsal: Rehearsal) -> None:
-    rehearsal.plan(capture=["permanent"])  # they fail with their answers there, which is enough
+    rehearsal.plan(regenerate=["hang"])
 
     def chosen(job_id: str) -> tuple[str, ...]:
-        harness.drive(job_id)
-        return load_job(str(harness.directory(job_id))).reuse
+        """What its run is started with; then it fails with its answers there, which is enough."""
+        harness.driver.advance(job_id)
+        reuse = load_job(str(harness.directory(job_id))).reuse
+        harness.fail(job_id, "capture")
+        assert harness.drive(job_id).status.phase == "Failed"
+        return reuse
 
     first = harness.submit()
     assert chosen(first) == ()

@@ -251,6 +251,7 @@ def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_di
     assert (harness.directory / "port").read_text() == f"{gateway.port}\n"
 
 
+@pytest.mark.slow
 def test_collapsed_acceptance_brings_the_revision_before_back(harness: Harness, drafter: Path) -> None:
     harness.serve(1)
     harness.propose(drafter, tau=50.0)  # benchmarked far above what random guesses reach
@@ -264,27 +265,7 @@ def test_collapsed_acceptance_brings_the_revision_before_back(harness: Harness, 
     assert "proven 50.00" in rolled_back.message
 
 
-def test_requests_of_the_target_without_a_drafter_are_recorded(harness: Harness) -> None:
-    url = harness.serve(1).url
-    for _ in range(3):
-        assert ask(url).status_code == 200
-    later = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + timedelta(minutes=2))
-
-    def windows() -> bool:
-        later.reconcile("default")
-        return bool(harness.histories.read("default", kind="window").items)
-
-    assert wait_until(windows, LIMIT_S)
-    (window,) = harness.histories.read("default", kind="window").items
-    assert window.revision == 1
-    assert set(window.figures) == {"requests", "seconds"}
-    assert window.figures["requests"] >= 3.0
-    assert window.figures["seconds"] >= 60.0
-    harness.keeper.reconcile("default")
-    assert len(harness.histories.read("default", kind="window").items) == 1, "nobody has asked since"
-
-
-def test_a_window_is_recorded_once_though_the_engine_then_does_not_respond(
+def test_requests_of_the_target_without_a_drafter_are_recorded_once_though_the_engine_then_does_not_respond(
         harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     url = harness.serve(1).url
     for _ in range(3):
@@ -295,7 +276,6 @@ def test_a_window_is_recorded_once_though_the_engine_then_does_not_respond(
         readings.append(None if readings and readings[-1] is not None else read_counters(engine))
         return readings[-1]
 
-    monkeypatch.setattr(endpoints, "read_counters", every_second_fails)
     later = EmbeddedEndpoints(harness.settings, harness.database, clock=lambda: utc_now() + timedelta(minutes=2))
 
     def read_on() -> bool:
@@ -303,9 +283,16 @@ def test_a_window_is_recorded_once_though_the_engine_then_does_not_respond(
         windows = harness.histories.read("default", kind="window").items
         return bool(windows) and len(readings) >= 8
 
-    assert wait_until(read_on, LIMIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoints, "read_counters", every_second_fails)
+        assert wait_until(read_on, LIMIT_S)
     (window,) = harness.histories.read("default", kind="window").items
+    assert window.revision == 1
+    assert set(window.figures) == {"requests", "seconds"}
     assert window.figures["requests"] >= 3.0
+    assert window.figures["seconds"] >= 60.0
+    harness.keeper.reconcile("default")
+    assert len(harness.histories.read("default", kind="window").items) == 1, "nobody has asked since"
 
 
 def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harness, drafter: Path) -> None:
@@ -373,6 +360,7 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
 
+@pytest.mark.slow
 def test_no_error_of_a_client_counts_against_a_canary(harness: Harness, drafter: Path) -> None:
     url = harness.serve(1).url
     harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.9,), min_requests=1_000, max_step_s=600.0)))

@@ -104,7 +104,14 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
     assert plane.job(job_id)["status"]["attempt"] == 2
 
 
-def test_sigterm_ends_the_plane_whatever_its_clients_are_doing(plane: PlaneProcess) -> None:
+def test_a_second_plane_is_refused_the_port_before_anything_is_started_and_sigterm_ends_the_first_whatever_clients_do(
+        plane: PlaneProcess, rehearsal: Rehearsal, tmp_path: Path) -> None:
+    second = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "other"), str(plane.port)],
+                            capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert second.returncode != 0
+    assert f"port {plane.port}" in second.stderr
+    assert not (tmp_path / "other").exists()
+    rehearsal.plan(regenerate=["hang"])
     job = plane.http.post("/v1alpha1/jobs", json=JOB).json()["id"]
     requests = ("GET /v1alpha1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n",  # headers that do not end
                 "POST /v1alpha1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -134,11 +141,3 @@ def test_a_plane_starts_on_a_full_disk_says_so_and_goes_on_when_there_is_space(
         assert wait_until(lambda: plane.http.post("/v1alpha1/jobs", json=JOB).status_code == 202, LIMIT_S)
     finally:
         plane.close()
-
-
-def test_a_port_in_use_is_reported_before_anything_is_started(plane: PlaneProcess, tmp_path: Path) -> None:
-    second = subprocess.run([sys.executable, "-c", CODE, str(tmp_path / "other"), str(plane.port)],
-                            capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert second.returncode != 0
-    assert f"port {plane.port}" in second.stderr
-    assert not (tmp_path / "other").exists()

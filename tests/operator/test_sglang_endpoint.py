@@ -188,7 +188,8 @@ def test_an_engine_whose_start_was_not_recorded_is_taken_over_as_the_one_that_th
     assert wait_until(lambda: not is_alive(process), 60.0)
 
 
-@pytest.mark.parametrize("lost", ["the records", "the engines' directories", "the endpoint's directory"])
+@pytest.mark.parametrize("lost", ["the records", pytest.param("the engines' directories", marks=pytest.mark.slow),
+                                  "the endpoint's directory"])
 def test_down_stops_every_process_whatever_is_lost(served: Served, lost: str) -> None:
     served.serve()
     if lost == "the records":

@@ -34,6 +34,7 @@ def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal
     assert wait_until(lambda: rehearsal.starts() == ["regenerate"], 120.0)
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(disk: Path, rehearsal: Rehearsal) -> None:
     job_dir = disk / "job-1"
     job_dir.mkdir()

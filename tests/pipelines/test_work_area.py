@@ -189,6 +189,18 @@ def test_a_drafter_of_another_job_that_training_continues_from_is_brought_to_cap
     assert (head / "config.json").is_file()
 
 
+def test_answers_of_earlier_jobs_are_brought_to_regenerate(environment: Path) -> None:
+    store = LocalStore(environment / "store")
+    Pods(environment / "home", store).run(tasks.regenerate)
+    later = Pods(environment / "home", store, job_id="job-2", reuse=("job-0", "job-1"))
+    later.run(tasks.regenerate)
+    earlier = later.job_dir.with_name("job-1")
+    assert (earlier / "stages/regenerate/manifest.json").is_file()
+    assert (earlier / "stages/regenerate/rows.jsonl").is_file()
+    assert {one.key.split("/")[1] for one in store.list("jobs")} == {"job-1", "job-2"}
+
+
+@pytest.mark.slow
 def test_answers_of_an_earlier_job_are_brought_to_regenerate_or_generated_where_they_are_not_whole(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stage itself."""

@@ -78,7 +78,7 @@ def job_spec(tmp: Path, **changes: Any) -> JobSpec:
         "data": {"sources": [{"path": str(chats_file(tmp / "chats.jsonl", 40))}], "held_out_fraction": 0.1},
         "regenerate": {"max_new_tokens": 24, "concurrency": 8, "sampling": {"temperature": 1.0}},
         "drafter": {"draft_vocab_size": 128},
-        "train": {"max_steps": 6, "epochs": 50, "ttt_length": 3, "max_tokens_per_batch": 256, "num_checkpoints": 2,
+        "train": {"max_steps": 6, "epochs": 50, "ttt_length": 3, "max_tokens_per_batch": 256, "num_checkpoints": 1,
                   "save_every_steps": 2},
         "benchmark": {"suites": [{"name": "towns", "path": str(suite), "max_prompts": 2}], "max_new_tokens": 16,
                       "tree": {"num_steps": 2, "top_k": 1, "num_draft_tokens": 3}, "warmup_prompts": 0},
@@ -102,7 +102,7 @@ def finished(client: Client, job_id: str, seconds: float = 600) -> Job:
         job = client.job(job_id)
         return job if job.status.finished_at is not None else None
 
-    return wait_for(over, f"{job_id} is over", seconds, every_s=0.2)
+    return wait_for(over, f"{job_id} is over", seconds, every_s=0.5)
 
 
 @pytest.mark.timeout(1800)  # a machine that is held up is waited for

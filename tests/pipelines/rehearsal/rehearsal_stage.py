@@ -214,7 +214,8 @@ def work(spec: StageSpec, stage: Stage) -> Result:
 
 def leave_files(directory: Path, report: StageReport) -> list[Path]:
     """Small files where the real stages leave large ones."""
-    names = {"regenerate": ["rows.jsonl", "held_out.jsonl"], "capture": ["shard-000000.safetensors", "index.json"]}
+    names = {"regenerate": ["rows.jsonl", "rows.meta.json", "held_out.jsonl"],
+             "capture": ["shard-000000.safetensors", "index.json"]}
     result = names.get(directory.name, [])
     if isinstance(report, HardwareMeasurement):
         result = [LOAD_RESULTS_FILE]
