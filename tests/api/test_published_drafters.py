@@ -115,7 +115,6 @@ CONFIG_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("EAGLE-1", {"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
     ("EAGLE-1", {"rope_theta": "base"}, "rope_theta is 'base', not a number"),
     ("EAGLE-1", {"hot_vocab_size": 64}, "hot_vocab_size is 64"),
-    ("DFlash", {"hidden_size": 48}, r"width, vocabulary and layers \(48, 320, 12\)"),
     ("DFlash", {"num_target_layers": 36}, r"layers \(32, 320, 36\)"),
     ("DFlash", {"block_size": 32}, "block_size is 32, not between 2 and 17"),
     ("DFlash", {"block_size": None}, "block_size is None"),
@@ -142,6 +141,20 @@ def test_a_fault_of_the_config_is_refused(form: str, change: dict[str, Any], say
         assert re.search(says, message), message
 
 
+@pytest.mark.parametrize(("form", "says"), [
+    ("EAGLE-3", "the drafter reads states of 32, the target's are 48"),
+    ("EAGLE-1", "is for a target of hidden size 32 and vocabulary 320, this target has 48 and 320"),
+    ("DFlash", "is for a target of width, vocabulary and layers (32, 320, 12); this target has (48, 320, 12)"),
+])
+def test_a_drafter_of_another_target_is_refused_with_both_values(form: str, says: str, server: Running,
+                                                                 tmp_path: Path) -> None:
+    wide = tiny_target(tmp_path / "wide", **published_forms.TARGET | {"hidden_size": 48})
+    program, family = published_forms.READ[form]
+    drafter = program().write(tmp_path / "drafter")
+    for response in (as_rival(server, wide, drafter), as_head(server, wide, drafter, family)):
+        assert says in refusal(response, drafter)[0]
+
+
 def without(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
@@ -153,6 +166,13 @@ TENSOR_FAULTS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("SpecForge", lambda tensors: tensors | {"fc.weight": torch.ones(32, 64)}, "fc.weight has shape"),
     ("SpecForge", lambda tensors: tensors | {"d2t": torch.zeros(128)}, "d2t is float32, not int64"),
     ("SpecForge", lambda tensors: tensors | {"norm.weight": torch.ones(32)}, "parameters are stored as"),
+    ("EAGLE-1", without("layers.0.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
+    ("EAGLE-1", lambda tensors: tensors | {"layers.0.self_attn.q_proj.bias": torch.ones(32)},
+     "layers.0.self_attn.q_proj.bias is not known"),
+    ("speculators EAGLE-1", without("transformer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
+    ("DFlash", without("layers.1.self_attn.q_norm.weight"), "layers.1.self_attn.q_norm.weight is missing"),
+    ("DFlash", lambda tensors: tensors | {"fc.weight": torch.ones(32, 64)},
+     "fc.weight has shape [32, 64], not [32, 96]"),
 ]
 
 
@@ -161,10 +181,11 @@ TENSOR_FAULTS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
 def test_a_fault_that_the_headers_of_the_weights_show_is_refused(
         form: str, change: Callable[[Tensors], Tensors], says: str, server: Running, target: Path,
         tmp_path: Path) -> None:
-    published = published_forms.READ[form][0]()
+    program, family = published_forms.READ[form]
+    published = program()
     drafter = published_forms.Published(published.config, change(published.tensors), published.pickled).write(
         tmp_path / "drafter")
-    for response in (as_rival(server, target, drafter), as_head(server, target, drafter, "eagle3")):
+    for response in (as_rival(server, target, drafter), as_head(server, target, drafter, family)):
         assert says in refusal(response, drafter)[0]
 
 
@@ -195,6 +216,23 @@ def test_a_drafter_of_another_family_than_is_trained_is_no_beginning(server: Run
     message, hint = refusal(as_head(server, target, drafter, "eagle3"), drafter)
     assert "is of family 'dflash', and drafter.family is 'eagle3'" in message
     assert hint == "set drafter.family to 'dflash'"
+
+
+@pytest.mark.parametrize(("form", "spec", "says"), [
+    ("EAGLE-3", {"draft_vocab_size": 64}, "drafter.draft_vocab_size is 64, and that of drafter.init_from .* is 128"),
+    ("EAGLE-3", {"aux_layers": [1, 2, 3]}, r"aux_layers is \(1, 2, 3\), and that of drafter.init_from .* is \(2, 6, 9"),
+    ("EAGLE-3", {"fc_norm": True}, "fc_norm is True, and that of drafter.init_from .* is False"),
+    ("DFlash", {"num_layers": 5}, "num_layers is 5, and that of drafter.init_from .* is 2"),
+    ("EAGLE-1", {"intermediate_size": 96}, "intermediate_size is 96, and that of drafter.init_from .* is 64"),
+])
+def test_a_drafter_of_other_values_than_are_trained_is_no_beginning(
+        form: str, spec: dict[str, Any], says: str, server: Running, target: Path, tmp_path: Path) -> None:
+    program, family = published_forms.READ[form]
+    drafter = program().write(tmp_path / "drafter")
+    response = submitted(server, target, drafter={"family": family, "init_from": str(drafter)} | spec)
+    message, hint = refusal(response, drafter)
+    assert re.search(says, message), message
+    assert hint == f"leave drafter.{next(iter(spec))} out, or train without drafter.init_from"
 
 
 def test_authors_weights_tell_an_eagle_1_from_a_draft_model(server: Running, target: Path, tmp_path: Path) -> None:

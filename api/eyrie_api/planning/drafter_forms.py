@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning import drafter_rules, eagle3_rules
@@ -35,6 +36,7 @@ LAYER_KEYS = (
     "torch_dtype", "bos_token_id", "eos_token_id")
 """Keys of a config that describe the layer; the speculators format nests them."""
 
+INIT_FROM = "drafter.init_from"
 _LLAMA = ["LlamaForCausalLM"]
 _EAGLE3 = FAMILIES["eagle3"].architecture
 UNSERVED = frozenset({"target-not-captured"})
@@ -56,7 +58,13 @@ class Form:
     """The output matrix is the embedding, and is to be written out."""
 
     def headers(self, tensors: Mapping[str, Header]) -> dict[str, Header]:
-        return {name: tensor for stored, tensor in tensors.items() if (name := self.name_of(stored)) is not None}
+        """The tensors of the converted drafter, with those that the conversion makes."""
+        made = {name: tensor for stored, tensor in tensors.items() if (name := self.name_of(stored)) is not None}
+        if self.family == "eagle1":
+            made.setdefault("fc.bias", Header(None, None))
+        if self.ties_head:
+            made.setdefault("lm_head.weight", Header(None, None))
+        return made
 
 
 def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, architecture: str | None,
@@ -250,12 +258,49 @@ def form_faults(form: Form, tensors: Mapping[str, Header] | None, target: Target
 
     tensors   by their names in the source
     """
+    headers = None if tensors is None else form.headers(tensors)
     if form.family == "eagle3":
-        found = [*eagle3_rules.rules(form.config, None if tensors is None else form.headers(tensors), target)]
+        found = [*eagle3_rules.rules(form.config, headers, target)]
     elif form.family is None:
         found = [*drafter_rules.kind_rules(form.config)] or [*drafter_rules.decoder_rules(form.config)]
         found += drafter_rules.vocabulary_rules(form.config, target)
     else:
-        found = [*drafter_rules.config_rules(form.family, form.config)]
+        found = [*drafter_rules.family_rules(form.family, form.config, headers)]
         found += drafter_rules.vocabulary_rules(form.config, target)
     return [finding for finding in found if finding.severity == "error" and finding.code not in UNSERVED]
+
+
+def own_settings(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `DrafterSpec` that a drafter without faults has decided, and its values.
+
+    config   as converted
+    """
+    settings = {name: config[name] for name in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings") if name in config}
+    if family != "eagle3":
+        if "num_hidden_layers" in config:
+            settings["num_layers"] = config["num_hidden_layers"]
+        if family == "dflash":
+            settings["aux_layers"] = tuple(layer + 1 for layer in config["dflash_config"]["target_layer_ids"])
+        return settings
+    shape = eagle3_rules.shape_of(config)
+    return settings | {
+        "draft_vocab_size": shape.draft_vocab_size, "aux_layers": eagle3_rules.aux_layers(config),
+        "fc_norm": shape.fc_norm, "norm_before_fc": shape.norm_before_fc,
+        "norm_output": bool(config.get("norm_output", False)), "sliding_window": config.get("sliding_window")}
+
+
+def require_agreement(spec: DrafterSpec, family: str, config: Mapping[str, Any]) -> None:
+    """Raises InvalidInput, naming both values, where the drafter of `spec.init_from` is not what the spec trains: its
+    weights mean nothing with other values.
+
+    family, config   of the drafter, as converted
+    """
+    if family != spec.family:
+        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is of family {family!r}, and drafter.family is "
+                           f"{spec.family!r}", f"set drafter.family to {family!r}")
+    for field, own in own_settings(family, config).items():
+        wanted = getattr(spec, field)
+        if wanted not in (None, False) and wanted != own:
+            raise InvalidInput(f"drafter.{field} is {wanted}, and that of {INIT_FROM} {spec.init_from!r} is {own}",
+                               f"leave drafter.{field} out, or train without {INIT_FROM}")

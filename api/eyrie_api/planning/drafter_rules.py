@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.planning import target_files
+from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.target_config import FULL, biases, check_drafter_config, has_tied_embeddings, layer_types
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -167,10 +169,12 @@ def eagle1_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def standalone_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """A draft model's config."""
-    family = config.get("model_type")
+    family, hint = config.get("model_type"), "serve this one in SGLang, or train one"
     if family != "llama" or has_tied_embeddings(config) or layer_types(config)[1] is not None:
         yield error("contract", f"it is a {family} that Eyrie did not write: a standalone drafter is a Llama with its "
-                    "own output matrix and without a window", "serve this one in SGLang, or train one")
+                    "own output matrix and without a window", hint)
+    elif any(biases(config)):
+        yield error("contract", "its layers have biases: a standalone drafter has none", hint)
 
 
 def dflash_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -241,6 +245,51 @@ def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     elif family in _DECODERS:
         # A config whose values are of other types, or whose layers are not computed, is not read further.
         yield from [*kind_rules(config)] or [*decoder_rules(config)] or _DECODERS[family](config)
+
+
+def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of an EAGLE-1/2, DFlash or standalone drafter whose config has no faults."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    sizes = TargetFacts(
+        hidden_size=hidden, num_layers=config["num_hidden_layers"], intermediate_size=config["intermediate_size"],
+        num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads, vocab_size=config["vocab_size"], tie_word_embeddings=False,
+        source="config.json")
+    model = target_files.expected_tensors(config, sizes)
+    if family == "standalone":
+        return model
+    layers = {name.removeprefix("model."): shape for name, shape in model.items() if name.startswith("model.layers.")}
+    if family == "eagle1":
+        del layers["layers.0.input_layernorm.weight"]
+        return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
+    num_aux = len(config["dflash_config"]["target_layer_ids"])
+    return {"fc.weight": (hidden, num_aux * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)} | layers
+
+
+def tensor_rules(tensors: Mapping[str, Header], expected: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+    """Names and shapes are exactly the expected ones."""
+    hint = "export the drafter again; its config.json and its tensors are not of one drafter"
+    for name in expected:
+        if name not in tensors:
+            yield error("contract", f"{name} is missing", hint)
+    for name in tensors:
+        if name not in expected:
+            yield error("contract", f"{name} is not known", hint)
+    for name, shape in expected.items():
+        actual = tensors[name].shape if name in tensors else None
+        if actual is not None and actual != tuple(shape):
+            yield error("contract", f"{name} has shape {list(actual)}, not {list(shape)}", hint)
+
+
+def family_rules(family: str, config: Mapping[str, Any], tensors: Mapping[str, Header] | None) -> Iterator[Finding]:
+    """All findings of a family that loads, other than EAGLE-3.
+
+    tensors   None: unknown
+    """
+    faults = [*config_rules(family, config)]
+    yield from faults
+    if not faults and tensors is not None and family in _DECODERS:
+        yield from tensor_rules(tensors, expected_tensors(family, config))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ def num_aux(config: Mapping[str, Any]) -> int:
     return len(nested(config).get(LAYER_IDS) or ()) or 3
 
 
+def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The `hidden_states` indices that a drafter reads."""
+    top = config.get(LAYER_IDS)
+    return tuple(top) if top is not None else captured_inputs("", nested(config)[LAYER_IDS])
+
+
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape of a config. Its keys must be present (`key_rules` checks that)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]

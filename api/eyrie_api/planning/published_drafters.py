@@ -12,13 +12,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.status import Job
 from eyrie_api.contract.targets import TargetSpec, is_hub_id
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound, UnsupportedTarget
-from eyrie_api.planning.drafter_forms import Form, convert, form_faults
+from eyrie_api.planning.drafter_forms import Form, convert, form_faults, require_agreement
 from eyrie_api.planning.drafter_rules import Header, Target, TargetSizes, fit_rules
 from eyrie_api.planning.eagle3_rules import own_engine_rules
 from eyrie_api.planning.facts import Facts, local_path, target_dir
@@ -73,40 +74,44 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
     stored   directory whose files an artifact store has: a drafter below it that is not here is left to the stage
 
     Raises InvalidInput, with field and path, for a drafter that is missing, whose form no family reads, that breaks a
-    rule of its family, or is of another target or family; UnsupportedTarget for MTP layers that SGLang does not draft
-    with."""
+    rule of its family, is of another target, or is not what the job trains; UnsupportedTarget for MTP layers that
+    SGLang does not draft with."""
     if facts.target is not None and any(rival.method == "nextn" for rival in job.rivals):
         require_mtp_architecture(facts.config)
-    named: dict[tuple[str, str, str | None, str | None], None] = {}  # field, path, revision, family; each once
-    for candidate in job.candidates:
-        wanted, head = candidate.drafter.family, candidate.drafter.head
-        if head is None:
-            continue
-        if not FAMILIES[wanted].continues:
-            raise InvalidInput(f"drafter.init_from is set, and training of {wanted} drafters cannot continue from a "
-                               "checkpoint", "leave it out, or train one of "
-                               + ", ".join(name for name, row in FAMILIES.items() if row.continues))
-        named["drafter.init_from", head.path, head.revision, wanted] = None
-    named |= {("rivals", rival.path, rival.revision, None): None for rival in job.rivals if rival.path is not None}
-    sizes = facts.sizes
-    for field, path, revision, family in named:
+
+    def checked(drafter: str, path: str, revision: str | None, *, computed_here: bool) -> Form | None:
+        """None: left to the stage."""
         if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
-            continue
-        drafter = f"rivals: {path!r}" if family is None else f"{field} {path!r}"
+            return None
         directory = _directory(drafter, path, revision)
-        if directory is None or facts.target is None or sizes is None:
-            continue
-        # Training computes the drafter itself; a rival is computed by the job's engine.
-        computed_here = family is not None or job.spec.engine.kind == "embedded"
+        if directory is None or facts.target is None or facts.sizes is None:
+            return None
         try:
             form = _checked_form(drafter, directory, Target(facts.target, facts.config), computed_here,
                                  whole=local_path(path) is not None)
-            _check_fit(drafter, form, facts.target, facts.config, sizes)
+            _check_fit(drafter, form, facts.target, facts.config, facts.sizes)
         except UnsupportedTarget as fault:  # of a file that cannot be read
             raise InvalidInput(f"{drafter}: {fault.message}", fault.hint) from None
-        if family is not None and form.family not in (None, family):
-            raise InvalidInput(f"{drafter} is of family {form.family!r}, and drafter.family is {family!r}",
-                               f"set drafter.family to {form.family!r}")
+        return form
+
+    for rival in job.rivals:
+        if rival.path is not None:
+            checked(f"rivals: {rival.path!r}", rival.path, rival.revision,
+                    computed_here=job.spec.engine.kind == "embedded")
+    heads: dict[PublishedDrafter, Form | None] = {}
+    for spec in (candidate.drafter for candidate in job.candidates):
+        if spec.head is None:
+            continue
+        if not FAMILIES[spec.family].continues:
+            raise InvalidInput(f"drafter.init_from is set, and training of {spec.family} drafters cannot continue from "
+                               "a checkpoint", "leave it out, or train one of "
+                               + ", ".join(name for name, row in FAMILIES.items() if row.continues))
+        if spec.head not in heads:  # training computes it, whatever the engine is
+            heads[spec.head] = checked(f"drafter.init_from {spec.head.path!r}", spec.head.path, spec.head.revision,
+                                       computed_here=True)
+        form = heads[spec.head]
+        if form is not None and form.family is not None:
+            require_agreement(spec, form.family, form.config)
 
 
 def _directory(drafter: str, path: str, revision: str | None) -> Path | None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
-from eyrie_api.planning.drafter_rules import Finding, Header, TargetSizes, fit_rules
+from eyrie_api.planning.drafter_rules import Finding, Header, TargetSizes, fit_rules, tensor_rules
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
 from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
 from eyrie_workers.targets.loading import stored_tensors
@@ -127,13 +127,7 @@ def check_tensors(drafter: str, tensors: Mapping[str, Tensor], expected: Mapping
 
     drafter   its name in the message
     """
-    missing = [f"{name} is missing" for name in expected if name not in tensors]
-    unknown = [f"{name} is not known" for name in tensors if name not in expected]
-    shapes = [f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}" for name, shape in expected.items()
-              if name in tensors and tuple(tensors[name].shape) != tuple(shape)]
-    if faults := [*missing, *unknown, *shapes]:
-        raise CheckpointInvalid(f"drafter {drafter}: {'; '.join(faults)}",
-                                "export the drafter again; its config.json and its tensors are not of one drafter")
+    refuse(drafter, tensor_rules(headers_of(tensors), expected))
 
 
 def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:

@@ -48,7 +48,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import config_rules
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
@@ -303,9 +303,7 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
     written = checkpoint.read_config(directory)
     config = read_dflash_config(directory.name, written)
     tensors = checkpoint.read_tensors(directory)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected)
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("dflash", written))
     if target is not None:
         checkpoint.refuse_another_target(directory.name, "dflash", written, target)
     return config, tensors

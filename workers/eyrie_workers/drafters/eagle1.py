@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.drafter_rules import config_rules
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
@@ -296,10 +296,9 @@ def load(directory: Path) -> Eagle1Drafter:
     checkpoint.refuse(directory.name, config_rules("eagle1", written))
     config = checkpoint.parse_decoder(directory.name, written)
     tensors = checkpoint.read_tensors(directory)
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("eagle1", written))
     with torch.device("meta"):
         drafter = Eagle1Drafter(config)
-    expected_shapes = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected_shapes)
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter
 

@@ -17,14 +17,13 @@ because its weights mean nothing with others. What the spec sets must agree with
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.contract.families import VARIANT_FIELDS
 from eyrie_api.errors import ArtifactMissing, InvalidInput
-from eyrie_api.planning.drafter_forms import UNSERVED
+from eyrie_api.planning.drafter_forms import INIT_FROM, UNSERVED, own_settings, require_agreement
 from eyrie_api.planning.sglang_support import MARK, mtp_tensors
 from eyrie_workers.drafters.card import weights_digest
 from eyrie_workers.drafters.check import check_directory
@@ -84,15 +83,6 @@ def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
     return family
 
 
-_FIELD = "drafter.init_from"
-_ATTRIBUTES = {"num_attention_heads": "num_heads"} | {name: name for name in (
-    "hidden_size", "intermediate_size", "num_layers", "draft_vocab_size", "aux_layers", "max_position_embeddings",
-    *VARIANT_FIELDS)}
-"""Fields of `DrafterSpec`, and attributes of a drafter's configuration that hold their values."""
-
-_ABSENT = object()
-
-
 @dataclass(frozen=True)
 class Head:
     module: nn.Module
@@ -119,36 +109,26 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
     """
     assert spec.head is not None
     if family.load is None:
-        raise InvalidInput(f"{_FIELD} is set, and training of {family.name} drafters cannot continue from a checkpoint",
-                           "leave it out, or train another family")
+        raise InvalidInput(f"{INIT_FROM} is set, and training of {family.name} drafters cannot continue from a "
+                           "checkpoint", "leave it out, or train another family")
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
-        actual = adopt(fetch(_FIELD, spec.head.path, spec.head.revision), directory, target)
-        if actual.name != family.name:
-            raise InvalidInput(f"{_FIELD} {spec.init_from!r} is of family {actual.name!r}, and drafter.family is "
-                               f"{family.name!r}", f"set drafter.family to {actual.name!r}")
+        actual = adopt(fetch(INIT_FROM, spec.head.path, spec.head.revision), directory, target)
+        config = read_config(directory)
+        require_agreement(spec, actual.name, config)
         module, digest = family.load(directory).float(), weights_digest(directory)
-    config: Any = module.config
-    for field, attribute in _ATTRIBUTES.items():
-        wanted, own = getattr(spec, field), _value(config, attribute)
-        if own is not _ABSENT and wanted not in (None, False) and wanted != own:
-            raise InvalidInput(f"drafter.{field} is {wanted}, and that of {_FIELD} {spec.init_from!r} is {own}",
-                               f"leave drafter.{field} out, or train without {_FIELD}")
-    flags = {field: _value(config, field) for field in VARIANT_FIELDS if _value(config, field) is not _ABSENT}
-    layers = _value(config, "aux_layers")
+    own = own_settings(family.name, config)
     vocabulary = None if family.row.whole_vocabulary else getattr(module, "vocabulary", None)
-    return Head(module, spec.model_copy(update=flags), None if layers is _ABSENT else layers, vocabulary, digest)
+    flags = {field: own[field] for field in VARIANT_FIELDS if field in own}
+    return Head(module, spec.model_copy(update=flags), own.get("aux_layers"), vocabulary, digest)
 
 
 def layers_of_head(head: PublishedDrafter, target: Path) -> Layers:
     """The `hidden_states` indices that a drafter fuses; empty for families that fuse none. Raises as `load_head`."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
-        family = adopt(fetch(_FIELD, head.path, head.revision), directory, target)
-        layers = _ABSENT if family.load is None else _value(family.load(directory).config, "aux_layers")
-    return tuple(layers) if isinstance(layers, tuple) else ()
-
-
-def _value(config: Any, name: str) -> Any:
-    decoder = getattr(config, "decoder", None)  # dflash: the layers' own configuration
-    return getattr(config, name, getattr(decoder, name, _ABSENT))
+        family = adopt(fetch(INIT_FROM, head.path, head.revision), directory, target)
+        if family.load is None:
+            return ()
+        family.load(directory)  # refuses what training would refuse
+        return own_settings(family.name, read_config(directory)).get("aux_layers", ())

@@ -40,7 +40,7 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.drafter_rules import config_rules
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
@@ -243,9 +243,7 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetCon
     checkpoint.refuse(directory.name, config_rules("standalone", written))
     config = checkpoint.parse_decoder(directory.name, written)
     tensors = checkpoint.read_tensors(directory)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in StandaloneDrafter(config).state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected)
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("standalone", written))
     if target is not None:
         checkpoint.refuse_another_target(directory.name, "standalone", written, target)
     return config, tensors

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_rules import LAYER_IDS
-from eyrie_api.planning.eagle3_rules import ARCHITECTURE, MAPS, canonical_name, nested, own_engine_rules, shape_of
-from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
+from eyrie_api.planning.eagle3_rules import ARCHITECTURE, MAPS, aux_layers, canonical_name, own_engine_rules, shape_of
+from eyrie_api.planning.sglang_support import sglang_layer_ids
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -121,13 +121,11 @@ def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
         raise CheckpointInvalid(fault.what, fault.hint)
     shape = shape_of(written)
     decoder = checkpoint.parse_decoder("checkpoint", written)
-    top, inner = written.get(LAYER_IDS), nested(written)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
-        draft_vocab_size=shape.draft_vocab_size,
-        aux_layers=tuple(top) if top is not None else captured_inputs("", inner),
-        rms_eps=decoder.rms_eps, rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
+        draft_vocab_size=shape.draft_vocab_size, aux_layers=aux_layers(written), rms_eps=decoder.rms_eps,
+        rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
         eos_token_ids=decoder.eos_token_ids, bos_token_id=written.get("bos_token_id"), fc_norm=shape.fc_norm,
         norm_before_fc=shape.norm_before_fc, norm_output=bool(written.get("norm_output", False)),
         sliding_window=written.get("sliding_window"))
