@@ -81,6 +81,7 @@ def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Find
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Config key of the aux layer ids; nested in `eagle_config` for SGLang, at the top level for vLLM."""
+
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("eagle_config", "rope_parameters", "rope_scaling"), ((dict,), "an object")),
     **dict.fromkeys(("layer_types", LAYER_IDS), ((list,), "a list")),
@@ -108,7 +109,7 @@ def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _SERVED_BY = {
-    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel", "DeepseekV2DSparkModel"), (
+    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel"), (
         "a DSpark drafter, whose Markov head", "DSPARK")),
     **dict.fromkeys(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), (
         "a DFlash2 drafter, whose convolutions and selector", "DFLASH")),

@@ -48,6 +48,11 @@ def check_config(data: Mapping[str, Any]) -> None:
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
+    for field, value in (("rms_norm_eps", data.get("rms_norm_eps", 1e-6)), *(
+            (field, part[field]) for part in (data, scaling) for field in ("rope_theta", "partial_rotary_factor")
+            if part.get(field) is not None)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive number", "correct config.json")
     if family == "olmo3":
         sliding, full = olmo3_ropes(scaling)
         _check_rope_type(sliding, ("default",))

@@ -1,7 +1,9 @@
 """Published drafters, in the forms they are published in: converted to a checkpoint of ours, or refused."""
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.errors import ArtifactMissing
+from eyrie_api.errors import ArtifactMissing, EyrieError
+from eyrie_api.planning.facts import Facts, read_config
+from eyrie_api.planning.published_drafters import check_published_drafters
+from eyrie_api.planning.resolve import derive
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.drafters.export import to_speculators
@@ -18,6 +23,7 @@ from eyrie_workers.drafters.published import adopt, fetch, load_head
 from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
+from tests.api.samples import job_spec
 from tests.tiny import tiny_target
 from tests.workers.drafters import published_forms
 from tests.workers.measure.tiny_bench import random_drafter
@@ -146,3 +152,36 @@ def test_the_defaults_of_absent_keys_are_written_out(tmp_path: Path, of_the_form
     adopt(without.write(tmp_path / "bare"), tmp_path / "blocks", path)
     written = json.loads((tmp_path / "blocks" / "config.json").read_text())["dflash_config"]
     assert written == {"mask_token_id": 319, "block_size": 8, "num_target_layers": 12, "target_layer_ids": [1, 9]}
+
+
+VALUES: tuple[Any, ...] = (None, True, False, 0, -1, 3, 2.5, "x", [1], {})
+MORE_KEYS = ("sliding_window", "layer_types", "rope_parameters", "num_aux_hidden_states", "draft_vocab_size",
+             "is_causal", "fc_norm", "norm_output", "target_hidden_size", "partial_rotary_factor", "quantization_config",
+             "hot_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "dflash_config")
+
+
+@pytest.mark.parametrize("form", ["EAGLE-1", "SpecForge with layer ids", "speculators", "DFlash, newer"])
+def test_submission_and_stage_agree_on_a_config_with_any_value_in_any_key(
+        form: str, tmp_path: Path, of_the_forms: tuple[Path, TargetModel]) -> None:
+    """80 of the changes at random: what is accepted is adopted and loads, what is refused is refused there too."""
+    path, target = of_the_forms
+    facts, published = Facts(target=path, config=read_config(path)), published_forms.READ[form][0]()
+    drafter = published_forms.Published(published.config, published.tensors).write(tmp_path / "drafter")
+    nested = [key for key, value in published.config.items() if isinstance(value, dict)]
+    keys = [(section, key) for section in nested for key in published.config[section]]
+    keys += [(None, key) for key in (*published.config, *MORE_KEYS)]
+    changes = random.Random(form).sample([(*place, value) for place in keys for value in VALUES], 80)
+    job = derive(job_spec(target={"model": str(path)}, rivals=[str(drafter)]))
+    for section, key, value in changes:
+        config = json.loads(json.dumps(published.config))
+        (config if section is None else config[section])[key] = value
+        (drafter / "config.json").write_text(json.dumps(config))
+        verdicts = []
+        for judge in (lambda: check_published_drafters(job, facts),
+                      lambda: (adopt(drafter, tmp_path / "out", path), open_drafter(tmp_path / "out", target))):
+            try:
+                judge()
+                verdicts.append("")
+            except EyrieError as refusal:
+                verdicts.append(refusal.message)
+        assert bool(verdicts[0]) == bool(verdicts[1]), (section, key, value, verdicts)
