@@ -4,7 +4,8 @@ Pure. Submission converts the config to check it (`planning.published_drafters`)
 converts config and tensors (`eyrie_workers.drafters.export`). Forms are recognised by the config, and by `fc.weight`
 where the config does not tell: EAGLE's authors give a drafter the architecture name of a Llama.
 
-    EAGLE-1/2      LlamaForCausalLM with an fc from [embedding, state] (authors'; may lack fc.bias: zeros)
+    EAGLE-1/2      LlamaForCausalLM with an fc from [embedding, state] (authors'; may lack fc.bias: zeros),
+                   LlamaForCausalLMEagle (SGLang)
     EAGLE-3        LlamaForCausalLM with an fc and draft_vocab_size (authors'), LlamaForCausalLMEagle3 (SpecForge,
                    SGLang, Model Optimizer), Eagle3LlamaForCausalLM (AngelSlim, vLLM)
     speculators    speculators_model_type; the layer's config is nested, layer ids are vLLM's
@@ -89,6 +90,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
             return Form(None if tensors is None else "standalone",
                         _with_rope(config) | {"tie_word_embeddings": False}, _stored,
                         bool(config.get("tie_word_embeddings")))
+    if names == [FAMILIES["eagle1"].architecture]:
+        return _eagle1(config)
     if names in (_LLAMA, ["Eagle3LlamaForCausalLM"], [_EAGLE3]):
         return _eagle3(config, architecture, num_layers)
     family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)

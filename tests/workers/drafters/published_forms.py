@@ -89,6 +89,13 @@ def eagle_1() -> Published:
                      | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(HEAD_DIM // 2)}, pickled=True)
 
 
+def eagle_1_for_sglang() -> Published:
+    """The same, renamed for SGLang, with a bias."""
+    plain = eagle_1()
+    return Published(plain.config | {"architectures": ["LlamaForCausalLMEagle"]},
+                     plain.tensors | {"fc.bias": torch.zeros(HIDDEN, dtype=torch.float16)})
+
+
 def eagle_3() -> Published:
     """As the authors' EAGLE-3: the same, with a draft vocabulary, and no layer ids."""
     return Published(_llama(architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -213,7 +220,8 @@ def dspark_of_model_optimizer() -> Published:
 
 
 READ: dict[str, tuple[Callable[[], Published], str]] = {
-    "EAGLE-1": (eagle_1, "eagle1"), "EAGLE-3": (eagle_3, "eagle3"), "SpecForge": (specforge, "eagle3"),
+    "EAGLE-1": (eagle_1, "eagle1"), "EAGLE-1 for SGLang": (eagle_1_for_sglang, "eagle1"),
+    "EAGLE-3": (eagle_3, "eagle3"), "SpecForge": (specforge, "eagle3"),
     "SpecForge with layer ids": (specforge_with_layers, "eagle3"), "speculators": (speculators, "eagle3"),
     "speculators EAGLE-1": (speculators_eagle_1, "eagle1"), "Model Optimizer": (model_optimizer, "eagle3"),
     "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash")}

@@ -156,8 +156,8 @@ def test_the_defaults_of_absent_keys_are_written_out(tmp_path: Path, of_the_form
 
 VALUES: tuple[Any, ...] = (None, True, False, 0, -1, 3, 2.5, "x", [1], {})
 MORE_KEYS = ("sliding_window", "layer_types", "rope_parameters", "num_aux_hidden_states", "draft_vocab_size",
-             "is_causal", "fc_norm", "norm_output", "target_hidden_size", "partial_rotary_factor", "quantization_config",
-             "hot_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "dflash_config")
+             "is_causal", "fc_norm", "norm_output", "target_hidden_size", "partial_rotary_factor", "hot_vocab_size",
+             "quantization_config", "eagle_config", "eagle_aux_hidden_state_layer_ids", "dflash_config")
 
 
 @pytest.mark.parametrize("form", ["EAGLE-1", "SpecForge with layer ids", "speculators", "DFlash, newer"])
