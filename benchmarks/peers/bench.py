@@ -47,9 +47,9 @@ from eyrie_api.contract.stages import RegenerateStage, TrainStage
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import EyrieError
+from eyrie_api.planning.eagle3_rules import canonical_name
 from eyrie_workers.data.rows import ROWS, read_rows
 from eyrie_workers.data.suites import load_suite, select
-from eyrie_workers.drafters.eagle3.directory import canonical_name
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import save_drafter
 from eyrie_workers.drafters.family import open_drafter

@@ -444,30 +444,6 @@ def test_a_target_that_cannot_be_read_at_submission_is_bfloat16_on_gpus() -> Non
     assert resolve_dtype(unread, None, on_gpus=False).dtype == "float32"
 
 
-def test_a_rival_or_a_head_to_train_from_of_another_target_is_refused_with_both_values(
-        settings: Settings, target: Path, tmp_path: Path) -> None:
-    sizes = json.loads((target / "config.json").read_text())
-    head = tmp_path / "head"
-    head.mkdir()
-
-    def published(**config: object) -> None:
-        (head / "config.json").write_text(json.dumps({
-            "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": sizes["hidden_size"], "draft_vocab_size": 16,
-            "vocab_size": sizes["vocab_size"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}} | config))
-
-    asked = {"target": {"model": str(target)}, "rivals": [str(head)]}
-    published()
-    assert check(job_spec(**asked), settings).spec.rivals[0].path == str(head)
-    published(hidden_size=48)
-    says = f"hidden_size 48, and this target has {sizes['hidden_size']}"
-    refused(settings, InvalidInput, says, **asked)
-    refused(settings, InvalidInput, says, target={"model": str(target)}, drafter={"init_from": str(head)})
-    published(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 77]})
-    refused(settings, InvalidInput, r"reads layers \[77\]", **asked)
-    refused(settings, InvalidInput, "rivals.*not a directory", target={"model": str(target)},
-            rivals=[str(tmp_path / "none")])
-
-
 def test_training_continues_from_a_jobs_best_checkpoint_or_the_field_is_refused_with_the_reason(
         settings: Settings, target: Path) -> None:
     entry = LeaderboardEntry(

@@ -15,6 +15,7 @@ from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.sweep import expand
 from eyrie_api.settings import Settings
 from tests.house.sources import ROOT
+from tests.workers.measure.tiny_bench import random_drafter
 
 CANDIDATES = {"own_data": 1, "sweep": 8, "families": 4, "rivals": 1, "streaming": 1, "mixes": 3}
 """Examples whose files a test can make, with the drafters that each trains."""
@@ -22,7 +23,7 @@ CANDIDATES = {"own_data": 1, "sweep": 8, "families": 4, "rivals": 1, "streaming"
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a target, data in the three formats, and the config of a published head."""
+    """A working directory with a target, data in the three formats, and a published head."""
     rows = [{"messages": [{"role": "user", "content": f"Name {number} towns of the north."}]} for number in range(500)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "chats.jsonl").write_text(lines)
@@ -30,11 +31,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tool-calls.parquet")
     target = ROOT / "workers/eyrie_workers/quickstart/target"
     (tmp_path / "my-model").symlink_to(target)
-    sizes = json.loads((target / "config.json").read_text())
-    (tmp_path / "published-eagle3-head").mkdir()
-    (tmp_path / "published-eagle3-head/config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": sizes["hidden_size"],
-        "vocab_size": sizes["vocab_size"], "draft_vocab_size": 16}))
+    random_drafter(tmp_path / "published-eagle3-head", target, layers=(2, 8, 13))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,26 +1,40 @@
-"""Checks of drafters that a job names (`rivals`, `drafter.init_from`), from their config.json alone.
+"""Checks of drafters that a job names (`rivals`, `drafter.init_from`), from config.json and the headers of weights.
 
-Only what is readable here is checked; the stage that reads the drafter runs the whole validator. A Hub id that is not
-in the cache is left to that stage.
+The rules are those of the stage that reads the drafter (`planning.drafter_forms`), which adds what values of tensors,
+digests and cards decide. A Hub id that is not in the cache, and a job whose target is not here, are left to that stage.
 """
 
+import pickletools
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
+from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.status import Job
 from eyrie_api.contract.targets import TargetSpec, is_hub_id
-from eyrie_api.errors import Forbidden, InvalidInput, NotFound
-from eyrie_api.planning.facts import Facts, local_path, read_config, target_dir
+from eyrie_api.errors import Forbidden, InvalidInput, NotFound, UnsupportedTarget
+from eyrie_api.planning.drafter_forms import Form, convert, form_faults, require_agreement
+from eyrie_api.planning.drafter_rules import Header, Target, TargetSizes, fit_rules
+from eyrie_api.planning.eagle3_rules import own_engine_rules
+from eyrie_api.planning.facts import Facts, local_path, target_dir
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.sglang_support import require_mtp_architecture
+from eyrie_api.planning.target_config import end_token_ids, language_model
+from eyrie_api.planning.target_files import SINGLE, read_header, read_object, weights_are_here
 
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+CONFIG, PICKLED = "config.json", "pytorch_model.bin"
+DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I64": "int64",
+               "I32": "int32", "BOOL": "bool"}
+"""Of safetensors headers, as torch names them."""
+
+_PARAMETERS = (".weight", ".bias", ".inv_freq", "d2t", "t2d")
+_MAX_PICKLE_BYTES = 1 << 24
 _OF_JOB = "job:"
 
 
@@ -59,53 +73,107 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
 
     stored   directory whose files an artifact store has: a drafter below it that is not here is left to the stage
 
-    Raises InvalidInput for a drafter that is missing or whose config.json is of another target, naming both values;
-    UnsupportedTarget for MTP layers that SGLang does not draft with."""
+    Raises InvalidInput, with field and path, for a drafter that is missing, whose form no family reads, that breaks a
+    rule of its family, is of another target, or is not what the job trains; UnsupportedTarget for MTP layers that
+    SGLang does not draft with."""
     if facts.target is not None and any(rival.method == "nextn" for rival in job.rivals):
         require_mtp_architecture(facts.config)
-    for candidate in job.candidates:
-        if candidate.drafter.init_from is not None and not FAMILIES[candidate.drafter.family].continues:
-            raise InvalidInput(f"drafter.init_from is set, and training of {candidate.drafter.family} drafters cannot "
-                               "continue from a checkpoint", "leave it out, or train one of "
-                               + ", ".join(name for name, row in FAMILIES.items() if row.continues))
-    named = [(f"rivals: {rival.path!r}", rival.path, rival.revision) for rival in job.rivals if rival.path is not None]
-    heads = dict.fromkeys(candidate.drafter.head for candidate in job.candidates if candidate.drafter.head is not None)
-    named += [(f"drafter.init_from {head.path!r}", head.path, head.revision) for head in heads]
-    for field, path, revision in named:
+
+    def checked(drafter: str, path: str, revision: str | None, *, computed_here: bool) -> Form | None:
+        """None: left to the stage."""
         if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
+            return None
+        directory = _directory(drafter, path, revision)
+        if directory is None or facts.target is None or facts.sizes is None:
+            return None
+        try:
+            form = _checked_form(drafter, directory, Target(facts.target, facts.config), computed_here,
+                                 whole=local_path(path) is not None)
+            _check_fit(drafter, form, facts.target, facts.config, facts.sizes)
+        except UnsupportedTarget as fault:  # of a file that cannot be read
+            raise InvalidInput(f"{drafter}: {fault.message}", fault.hint) from None
+        return form
+
+    for rival in job.rivals:
+        if rival.path is not None:
+            checked(f"rivals: {rival.path!r}", rival.path, rival.revision,
+                    computed_here=job.spec.engine.kind == "embedded")
+    heads: dict[PublishedDrafter, Form | None] = {}
+    for spec in (candidate.drafter for candidate in job.candidates):
+        if spec.head is None:
             continue
-        directory = _directory(field, path, revision)
-        if directory is not None and facts.sizes is not None:
-            _check_sizes(field, read_config(directory), facts.sizes)
+        if not FAMILIES[spec.family].continues:
+            raise InvalidInput(f"drafter.init_from is set, and training of {spec.family} drafters cannot continue from "
+                               "a checkpoint", "leave it out, or train one of "
+                               + ", ".join(name for name, row in FAMILIES.items() if row.continues))
+        if spec.head not in heads:  # training computes it, whatever the engine is
+            heads[spec.head] = checked(f"drafter.init_from {spec.head.path!r}", spec.head.path, spec.head.revision,
+                                       computed_here=True)
+        form = heads[spec.head]
+        if form is not None and form.family is not None:
+            require_agreement(spec, form.family, form.config)
 
 
-def _directory(field: str, path: str, revision: str | None) -> Path | None:
+def _directory(drafter: str, path: str, revision: str | None) -> Path | None:
     directory = local_path(path)
     if directory is None and is_hub_id(path):
         return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
-    if directory is None or not (directory / "config.json").is_file():
-        raise InvalidInput(f"{field} is not a directory with config.json on the server",
+    if directory is None or not (directory / CONFIG).is_file():
+        raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
                            "give the directory of a drafter, or a Hub id org/name")
     return directory
 
 
-def _check_sizes(field: str, config: Mapping[str, Any], facts: TargetFacts) -> None:
-    layer = config.get("transformer_layer_config")  # the speculators format nests the sizes
-    sizes = layer if isinstance(layer, Mapping) else config
-    is_model = config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" not in config
-    wanted = {"vocab_size": facts.vocab_size}
-    if not is_model:  # a draft model of its own has a width of its own, and an authors' EAGLE-1 its target's
-        wanted["hidden_size"] = facts.hidden_size
-    for name, of_target in wanted.items():
-        size = config.get("target_hidden_size") or sizes.get(name) if name == "hidden_size" else sizes.get(name)
-        if isinstance(size, int) and size != of_target:
-            raise InvalidInput(f"{field} is for a target of {name} {size}, and this target has {of_target}",
-                               "name a drafter of this target")
-    nested = config.get("eagle_config")
-    inner = nested.get(_LAYER_IDS) if isinstance(nested, Mapping) else None
-    of_dflash = config.get("dflash_config")
-    ids = inner or (of_dflash.get("target_layer_ids") if isinstance(of_dflash, Mapping) else None) or ()
-    beyond = [layer for layer in ids if isinstance(layer, int) and layer >= facts.num_layers]
-    if beyond:
-        raise InvalidInput(f"{field} reads layers {beyond}, and this target has {facts.num_layers} layers",
-                           "name a drafter of this target")
+def _checked_form(drafter: str, directory: Path, target: Target, computed_here: bool, *, whole: bool) -> Form:
+    """What the drafter in a directory becomes. Raises InvalidInput for one that would not be adopted.
+
+    drafter        field and path, for the messages
+    computed_here  Eyrie's own engine computes it
+    whole          its weights are in the directory; of a Hub id the stage may fetch them
+    """
+    config, tensors = read_object(directory / CONFIG), _tensors(directory, whole)
+    try:
+        form = convert(config, tensors, target.architecture, target.num_layers)
+    except InvalidInput as fault:
+        raise InvalidInput(f"{drafter}: {fault.message}", fault.hint) from None
+    faults = form_faults(form, tensors, target)
+    if not faults and computed_here and form.family == "eagle3":
+        faults = [*own_engine_rules(form.config)]
+    if faults:
+        raise InvalidInput(f"{drafter}: {'; '.join(fault.what for fault in faults)}", faults[0].hint)
+    return form
+
+
+def _check_fit(drafter: str, form: Form, target: Path, config: Mapping[str, Any], sizes: TargetFacts) -> None:
+    generation = target / "generation_config.json"
+    ends = end_token_ids(language_model(config), read_object(generation) if generation.is_file() else {})
+    wanted = TargetSizes(sizes.hidden_size, sizes.vocab_size, sizes.num_layers, ends)
+    for fault in fit_rules(drafter, form.family, form.config, wanted):
+        raise InvalidInput(fault.what, fault.hint)
+
+
+def _tensors(directory: Path, whole: bool) -> dict[str, Header] | None:
+    """Names, dtypes and shapes of the stored tensors; of pickled ones the names alone, as far as they can be read
+    without unpickling. None where they are unknown. Raises UnsupportedTarget, and InvalidInput where there are none."""
+    files, pickled = sorted(directory.glob("*.safetensors")), directory / PICKLED
+    if files and (whole or weights_are_here(directory)):
+        return {name: Header(DTYPE_NAMES.get(tensor.dtype, tensor.dtype), tensor.shape)
+                for file in files for name, tensor in read_header(file).items()}
+    if pickled.is_file():
+        return _pickled_names(pickled)
+    if whole:
+        raise UnsupportedTarget(f"no weights in {directory}", f"give a directory with {SINGLE} or {PICKLED}")
+    return None
+
+
+def _pickled_names(path: Path) -> dict[str, Header] | None:
+    """Tensor names in a file of `torch.save`: the strings that end like parameters in its pickle, which is not run."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickle = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if pickle is None or archive.getinfo(pickle).file_size > _MAX_PICKLE_BYTES:
+                return None
+            strings = {value for _, value, _ in pickletools.genops(archive.read(pickle)) if isinstance(value, str)}
+    except (OSError, ValueError, zipfile.BadZipFile):  # of torch before 1.6, or damaged: the stage says which
+        return None
+    return {name: Header(None, None) for name in strings if name.endswith(_PARAMETERS)}

@@ -20,6 +20,9 @@ SLIDING = "sliding_attention"
 UNSCALED_OR_LINEAR = ("default", "linear", "llama3")
 """Rope types whose rotations have length 1, which drafters may have as well."""
 
+DEFAULT_ROPE_THETA = 10_000.0
+"""Rotary base of configs that name none."""
+
 _ROPE_TYPES = (*UNSCALED_OR_LINEAR, "yarn")
 _WITHOUT_ATTENTION_BIAS = ("mistral", "qwen2", "phi3")
 _WITH_MLP_BIAS = ("llama", "smollm3", "granite")
@@ -37,9 +40,19 @@ def check_config(data: Mapping[str, Any]) -> None:
         raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
     _check_unquantised(data)
     check_sizes(data, "intermediate_size")
+    for field in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value = data.get(field)
+        if field in data and (value is not None or field == "max_position_embeddings") and not _is_count(value):
+            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
+                                    "save the model again")
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
+    for field, value in (("rms_norm_eps", data.get("rms_norm_eps", 1e-6)), *(
+            (field, part[field]) for part in (data, scaling) for field in ("rope_theta", "partial_rotary_factor")
+            if part.get(field) is not None)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive number", "correct config.json")
     if family == "olmo3":
         sliding, full = olmo3_ropes(scaling)
         _check_rope_type(sliding, ("default",))
@@ -68,9 +81,22 @@ def check_sizes(data: Mapping[str, Any], *others: str) -> None:
     """Raises UnsupportedTarget naming a size that is not a positive integer."""
     for field in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", *others):
         value = data.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_count(value):
             raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
                                     "save the model again")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_drafter_config(data: Mapping[str, Any]) -> None:
+    """`check_config` for the layers of a drafter. Raises UnsupportedTarget also for a rope that drafters lack here."""
+    check_config(data)
+    kind = rope_type(data.get("rope_parameters") or data.get("rope_scaling") or {})
+    if kind not in UNSCALED_OR_LINEAR:
+        raise UnsupportedTarget(f"rope type {kind!r} of a drafter is not supported",
+                                f"only {', '.join(UNSCALED_OR_LINEAR)} are computed")
 
 
 def computed_by_reference(data: Mapping[str, Any]) -> bool:
@@ -228,3 +254,14 @@ def layer_types(data: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
     if not isinstance(window, int) or window < 1:
         raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "correct config.json")
     return types, window
+
+
+def end_token_ids(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end answers, of `generation_config.json` first."""
+    ids: list[int] = []
+    for source in (generation, data):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and token not in ids:
+                ids.append(token)
+    return tuple(ids)

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.planning.drafter_rules import Finding, Target
 from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.eagle3.directory import ENGINES, validate
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
-from eyrie_workers.drafters.validation import Finding, Target, ValidationRequest, read_target
+from eyrie_workers.drafters.validation import ValidationRequest, read_target
 from tests.architectures.vllm_classes import VLLM_VERSION
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_drafter
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import ArtifactMissing, InvalidInput
+from eyrie_api.planning.eagle3_rules import expected_shapes, shape_of
 from eyrie_workers.drafters.card import Card, TargetIdentity
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
@@ -19,7 +20,6 @@ from eyrie_workers.drafters.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.eagle3.directory import expected_shapes, shape_of
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
 from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.drafters.initialisation import read_target_embeddings

@@ -13,7 +13,7 @@ import torch
 
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import ArtifactCorrupt, Conflict
-from eyrie_workers.drafters.eagle3.directory import num_aux
+from eyrie_api.planning.eagle3_rules import num_aux
 from eyrie_workers.hidden_states.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep

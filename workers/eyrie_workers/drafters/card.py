@@ -35,7 +35,6 @@ from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
 
 CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
-DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER = "tokenizer.json"
 
 

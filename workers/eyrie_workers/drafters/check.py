@@ -17,12 +17,14 @@ from pathlib import Path
 
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError
+from eyrie_api.planning.drafter_rules import Finding, error, warning
+from eyrie_api.planning.eagle3_rules import architecture_rules, author_format_rules
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
-from eyrie_workers.drafters.eagle3.directory import ENGINES, architecture_rules, author_format_rules
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, headers_of, read_config
+from eyrie_workers.drafters.eagle3.directory import ENGINES
 from eyrie_workers.drafters.family import family_of
-from eyrie_workers.drafters.validation import Finding, ValidationRequest, check_mtp_layers, error, read_target, warning
+from eyrie_workers.drafters.validation import ValidationRequest, check_mtp_layers, read_target
 from eyrie_workers.targets.loading import resolve, stored_tensors
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
@@ -66,7 +68,7 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         card = read_card(directory)
     except EyrieError as fault:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
-    findings = [*author_format_rules(config, tensors)] or family.validate(
+    findings = [*author_format_rules(config, headers_of(tensors))] or family.validate(
         ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
     return _errors_first([*findings, *general])
 

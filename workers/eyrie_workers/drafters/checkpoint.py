@@ -8,7 +8,7 @@ unknown tensors and leave missing ones random.
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
+from eyrie_api.planning.drafter_rules import Finding, Header, TargetSizes, fit_rules, tensor_rules
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
 from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
 from eyrie_workers.targets.loading import stored_tensors
@@ -126,21 +127,25 @@ def check_tensors(drafter: str, tensors: Mapping[str, Tensor], expected: Mapping
 
     drafter   its name in the message
     """
-    missing = [f"{name} is missing" for name in expected if name not in tensors]
-    unknown = [f"{name} is not known" for name in tensors if name not in expected]
-    shapes = [f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}" for name, shape in expected.items()
-              if name in tensors and tuple(tensors[name].shape) != tuple(shape)]
-    if faults := [*missing, *unknown, *shapes]:
-        raise CheckpointInvalid(f"drafter {drafter}: {'; '.join(faults)}",
-                                "export the drafter again; its config.json and its tensors are not of one drafter")
+    refuse(drafter, tensor_rules(headers_of(tensors), expected))
 
 
-def refuse_other_sizes(directory: Path, hidden_size: int, vocab_size: int, target: TargetConfig) -> None:
-    """Raises CheckpointInvalid for a drafter whose target has another hidden size or vocabulary."""
-    if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
-        raise CheckpointInvalid(f"drafter {directory} is for a target of hidden size {hidden_size} and vocabulary "
-                                f"{vocab_size}, this target has {target.hidden_size} and {target.vocab_size}",
-                                "serve it with its own target")
+def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:
+    return {name: Header(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()}
+
+
+def refuse(drafter: str, findings: Iterable[Finding]) -> None:
+    """Raises CheckpointInvalid with all errors among the findings, and the hint of the first. `drafter` names it."""
+    if faults := [finding for finding in findings if finding.severity == "error"]:
+        raise CheckpointInvalid(f"drafter {drafter}: {'; '.join(fault.what for fault in faults)}", faults[0].hint)
+
+
+def refuse_another_target(drafter: str, family: str, config: Mapping[str, Any], target: TargetConfig) -> None:
+    """Raises CheckpointInvalid for a drafter that is not of the target, by the sizes of its `config.json`."""
+    sizes = TargetSizes(target.hidden_size, target.vocab_size, target.num_layers, target.eos_token_ids)
+    for fault in fit_rules(f"drafter {drafter}", family, config, sizes):
+        raise CheckpointInvalid(fault.what, fault.hint)
 
 
 def rope_json(rope: RopeConfig) -> dict[str, Any]:

@@ -48,10 +48,9 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.target_config import FULL
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -291,52 +290,22 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
 
 def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
-    def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
-        return CheckpointInvalid(f"drafter {name}: {fault}", hint)
-
-    decoder = checkpoint.parse_decoder(name, config)
-    own = config.get("dflash_config")
-    if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
-        raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
-    if not isinstance(own, dict):
-        raise refuse(f"dflash_config is {own!r}, not an object")
-    known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
-    if set(own) != known:
-        raise refuse(f"dflash_config has {sorted(own)}, not {sorted(known)}", "serve other variants in SGLang")
-    size, mask, depth, ids = (own[key] for key in ("block_size", "mask_token_id", "num_target_layers",
-                                                    "target_layer_ids"))
-    if not _whole(size, 2, 17):
-        raise refuse(f"dflash_config.block_size is {size!r}, not between 2 and 17")
-    if not _whole(mask, 0, decoder.vocab_size - 1):
-        raise refuse(f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of {decoder.vocab_size}")
-    if not _whole(depth, 1, None):
-        raise refuse(f"dflash_config.num_target_layers is {depth!r}, not a number of layers")
-    if not isinstance(ids, list) or not ids or not all(_whole(layer, 0, depth - 2) for layer in ids) or (
-            ids != sorted(set(ids))):
-        raise refuse(f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to {depth - 2}")
-    return DFlashConfig(decoder, size, tuple(layer + 1 for layer in ids), depth, mask)
-
-
-def _whole(value: object, least: int, most: int | None) -> bool:
-    return (isinstance(value, int) and not isinstance(value, bool) and value >= least
-            and (most is None or value <= most))
+    checkpoint.refuse(name, config_rules("dflash", config))
+    own = config["dflash_config"]
+    return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
+                        tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
+                        own["mask_token_id"])
 
 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    config = read_dflash_config(directory.name, checkpoint.read_config(directory))
+    written = checkpoint.read_config(directory)
+    config = read_dflash_config(directory.name, written)
     tensors = checkpoint.read_tensors(directory)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected)
-    got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
-    if target is not None and got != (wanted := (target.hidden_size, target.vocab_size, target.num_layers)):
-        raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "
-                                f"this target has {wanted}", "serve it with its own target")
-    if target is not None and config.mask_token_id in target.eos_token_ids:
-        raise CheckpointInvalid(f"drafter {directory.name}: dflash_config.mask_token_id {config.mask_token_id} ends "
-                                "answers of this target", "serve it with its own target")
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("dflash", written))
+    if target is not None:
+        checkpoint.refuse_another_target(directory.name, "dflash", written, target)
     return config, tensors
 
 

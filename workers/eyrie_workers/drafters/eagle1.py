@@ -37,11 +37,10 @@ biases on q, k and v.
     E head size, V vocabulary
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,9 +50,9 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -294,53 +293,19 @@ def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: 
 def load(directory: Path) -> Eagle1Drafter:
     """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
     written = checkpoint.read_config(directory)
+    checkpoint.refuse(directory.name, config_rules("eagle1", written))
     config = checkpoint.parse_decoder(directory.name, written)
-    expected = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
-                "attention_bias": False, "mlp_bias": False}
-    faults = [f"{name} is {written[name]!r}, not {value!r}" for name, value in expected.items()
-              if written.get(name, value) != value]
-    if written.get("hot_vocab_size") not in (None, config.vocab_size):
-        faults.append(f"hot_vocab_size is {written['hot_vocab_size']!r}: a reduced output matrix is not supported")
-    if config.sliding_window is not None:
-        faults.append(f"sliding_window is {config.sliding_window}: not what SGLang computes for this class")
-    if faults:
-        raise CheckpointInvalid(f"drafter {directory.name}: {'; '.join(faults)}",
-                                "serve this one in SGLang, or train one")
     tensors = checkpoint.read_tensors(directory)
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("eagle1", written))
     with torch.device("meta"):
         drafter = Eagle1Drafter(config)
-    expected_shapes = {name: tuple(x.shape) for name, x in drafter.state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected_shapes)
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter
 
 
-def import_original(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a drafter in the format of EAGLE's authors to `directory`, in this family's format.
-
-    config, tensors   of the original: its architecture is the target's, it stores an embedding, and may lack fc.bias
-
-    Raises CheckpointInvalid, before writing, for a drafter that is not EAGLE-1/2.
-    """
-    stored = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
-    fc = stored.get("fc.weight")
-    if fc is None or fc.dim() != 2 or fc.shape[1] != 2 * fc.shape[0]:
-        raise CheckpointInvalid("fc.weight is missing or does not join one state with one embedding: not an EAGLE-1/2 "
-                                "drafter", "an EAGLE-3 drafter only needs another architecture name; see "
-                                "`eyrie check-drafter`")
-    stored.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
-    parsed = replace(checkpoint.parse_decoder(directory.name, config), tie_word_embeddings=False)
-    with torch.device("meta"):
-        expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
-    checkpoint.check_tensors(directory.name, stored, expected)
-    dtype = str(fc.dtype).removeprefix("torch.")
-    checkpoint.write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype),
-                                checkpoint.as_stored(stored, dtype))
-
-
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load(directory)
-    checkpoint.refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
+    checkpoint.refuse_another_target(str(directory), "eagle1", checkpoint.read_config(directory), target.config)
     return Eagle1Proposer(drafter, target)
 
 

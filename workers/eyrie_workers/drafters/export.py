@@ -21,31 +21,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from eyrie_api.errors import EyrieError, InvalidInput, report_error
-from eyrie_api.planning.sglang_support import sglang_layer_ids
-from eyrie_workers.drafters import eagle1
-from eyrie_workers.drafters.card import CONFIG, read_card
+from eyrie_api.planning.drafter_forms import LAYER_KEYS, Form, convert
+from eyrie_api.planning.drafter_rules import LAYER_IDS
+from eyrie_api.planning.eagle3_rules import canonical_name, nested, num_aux
+from eyrie_workers.drafters.card import CARD, CONFIG, README, read_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint import read_weights, write_checkpoint
-from eyrie_workers.drafters.eagle3.directory import (
-    ARCHITECTURE,
-    LAYER_IDS,
-    MAPS,
-    canonical_name,
-    nested,
-    num_aux,
-    validate,
+from eyrie_workers.drafters.checkpoint import (
+    CheckpointInvalid,
+    headers_of,
+    read_config,
+    read_weights,
+    write_checkpoint,
 )
+from eyrie_workers.drafters.eagle3.directory import validate
 from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"
-# Keys of the config that describe the layer; the speculators format nests them.
-_LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters",
-    "rope_scaling", "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "layer_types", "dtype",
-    "torch_dtype", "bos_token_id", "eos_token_id")
 
 
 def to_speculators(directory: Path, out: Path, *, target: str | None = None, num_steps: int = 5) -> None:
@@ -61,7 +56,7 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
     if name is None:
         raise InvalidInput(f"{directory} has no card, so its target is not known", "name it with --target")
     verifier = {"name_or_path": name, "architectures": [card.target.architecture] if card else []}
-    layer = {key: config[key] for key in _LAYER_KEYS if key in config}
+    layer = {key: config[key] for key in LAYER_KEYS if key in config}
     written: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION, "dtype": config.get("dtype", "float32"),
@@ -88,43 +83,49 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
     CheckpointInvalid for tensors that are not those of EAGLE-1/2.
     """
     source = read_json(directory / CONFIG)
-    if "speculators_model_type" not in source and source.get("architectures") == ["LlamaForCausalLM"]:
-        eagle1.import_original(out, source, read_weights(directory))
-        return
-    if source.get("speculators_model_type") != "eagle3":
-        raise InvalidInput(f"{directory} holds speculators_model_type {source.get('speculators_model_type')!r}",
+    in_speculators = "speculators_model_type" in source
+    if not in_speculators and source.get("architectures") != ["LlamaForCausalLM"]:
+        raise InvalidInput(f"{directory} holds speculators_model_type None",
                            "give an eagle3 drafter in speculators format")
-    if source.get("norm_before_residual") is not False:
-        raise InvalidInput("norm_before_residual is true or absent, which vLLM reads as true: SGLang always adds the "
-                           "state before its norm", "train with norm_before_residual false")
-    layer, ids = dict(source.get("transformer_layer_config") or {}), source.get(LAYER_IDS)
-    if layer.get("model_type", "llama") != "llama":
-        raise InvalidInput(f"the drafter's layer is of type {layer['model_type']!r}, SGLang's is Llama's",
-                           "train with a Llama layer")
-    if not isinstance(ids, list):
-        raise InvalidInput(f"{LAYER_IDS} are not written", "find out which layers it was trained on")
-    depth = num_layers if num_layers is not None else max(ids, default=0) + 1
-    config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None} | {
-        "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False,
-        "draft_vocab_size": source.get("draft_vocab_size"), "norm_before_residual": False,
-        "target_hidden_size": source.get("target_hidden_size") or layer.get("hidden_size"),
-        "num_aux_hidden_states": len(ids), LAYER_IDS: ids,
-        "eagle_config": {"use_aux_hidden_state": True,
-                         LAYER_IDS: list(sglang_layer_ids(architecture, depth, ids))}}
-    for flag in ("fc_norm", "norm_output"):
-        if source.get(flag):
-            config[flag] = True
-    if source.get("norm_before_fc"):
-        config["norm_before_fc"] = config["eagle_config"]["norm_before_fc"] = True
-    whole = config["draft_vocab_size"] == config.get("vocab_size")
-    tensors = {canonical_name(name): tensor for name, tensor in read_weights(directory).items()
-               if not name.startswith("verifier_") and not (whole and name in MAPS)}
-    if config["target_hidden_size"] == config.get("hidden_size"):
-        tensors.pop("embed_tokens.weight", None)
-    faults = [finding for finding in validate(ValidationRequest(config, tensors)) if finding.severity == "error"]
-    if faults:
-        raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
+    config, tensors, form = _converted(directory, architecture, num_layers)
+    if form.family == "eagle3":
+        if not in_speculators:
+            raise CheckpointInvalid("fc.weight does not join one state with one embedding: not an EAGLE-1/2 drafter",
+                                    "an EAGLE-3 drafter only needs another architecture name; see "
+                                    "`eyrie check-drafter`")
+        faults = [finding for finding in validate(ValidationRequest(config, tensors)) if finding.severity == "error"]
+        if faults:
+            raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
+    elif form.family != "eagle1":
+        raise CheckpointInvalid("fc.weight is missing: not an EAGLE-1/2 drafter",
+                                "SGLang serves a draft model as it is")
     write_checkpoint(out, config, tensors)
+
+
+def convert_directory(source: Path, out: Path, architecture: str | None, num_layers: int | None) -> None:
+    """Write the drafter in `source`, in any form that a family reads, to `out` as a checkpoint of the family, replacing
+    an existing directory. It is not checked.
+
+    architecture, num_layers   of the target
+
+    Raises InvalidInput for other forms; ArtifactMissing, ArtifactCorrupt and CheckpointInvalid for unreadable files.
+    """
+    config, tensors, _ = _converted(source, architecture, num_layers)
+    # The card, where there is one, is part of the checkpoint: it names the target's digest.
+    write_checkpoint(out, config, tensors, copies=[source / name for name in (CARD, README)])
+
+
+def _converted(source: Path, architecture: str | None,
+               num_layers: int | None) -> tuple[dict[str, Any], dict[str, Tensor], Form]:
+    config, stored = read_config(source), read_weights(source)
+    form = convert(config, headers_of(stored), architecture, num_layers)
+    tensors = {name: tensor for key, tensor in stored.items() if (name := form.name_of(key)) is not None}
+    fc, embedding = tensors.get("fc.weight"), tensors.get("model.embed_tokens.weight")
+    if form.family == "eagle1" and fc is not None:
+        tensors.setdefault("fc.bias", fc.new_zeros(fc.shape[0]))  # SGLang's class has one, and would leave it random
+    if form.ties_head and embedding is not None:
+        tensors["lm_head.weight"] = embedding.clone()
+    return form.config, tensors, form
 
 
 def main(arguments: list[str] | None = None) -> int:

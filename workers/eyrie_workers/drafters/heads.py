@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.families import FAMILIES
+from eyrie_api.planning.drafter_rules import config_rules
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -128,22 +129,11 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
     def invalid(what: str) -> CheckpointInvalid:
         return CheckpointInvalid(f"drafter {directory.name}: {what}", "export the drafter again")
 
-    def number(key: str) -> int:
-        value = written.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise invalid(f"{key} is {value!r}, not a positive whole number")
-        return value
-
     # 1. The config.
     written: Mapping[str, Any] = checkpoint.read_config(directory)
     tensors, architecture = checkpoint.read_tensors(directory), FAMILIES[kind.family].architecture
-    config = HeadsConfig(*map(number, ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
-    for key, expected_value in (("architectures", [architecture]), ("num_hidden_layers", 1),
-                                ("original_lm_head", kind.shared_output), ("medusa_fc_bias", False)):
-        if written.get(key) != expected_value:
-            raise invalid(f"{key} is {written.get(key)!r}; Eyrie's {kind.family} drafters have {expected_value!r}")
-    if config.draft_vocab_size > config.vocab_size:
-        raise invalid(f"truncated_vocab_size {config.draft_vocab_size} is more than vocab_size {config.vocab_size}")
+    checkpoint.refuse(directory.name, config_rules(kind.family, written))
+    config = HeadsConfig(*(written[key] for key in ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
     # 2. Names and shapes of the tensors: those of an empty drafter of this config.
     with torch.device("meta"):
         ids = torch.arange(config.draft_vocab_size, device="cpu")
@@ -169,6 +159,6 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
     if card is not None and card.family != kind.family:
         raise invalid(f"its card is of a {card.family} drafter, its config.json of {architecture}")
     if target is not None:
-        checkpoint.refuse_other_sizes(directory, config.hidden_size, config.vocab_size, target)
+        checkpoint.refuse_another_target(str(directory), kind.family, written, target)
     drafter.load_state_dict(tensors, assign=True)
     return drafter

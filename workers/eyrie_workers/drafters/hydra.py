@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import SHARED_OUTPUT
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import (
     HeadsConfig,
@@ -83,7 +84,7 @@ class _Head(nn.Module):
 class HydraDrafter(HeadsDrafter):
     """The parameters. The embedding is the target's: shared, frozen, not saved."""
 
-    family, shared_output = "hydra", True
+    family, shared_output = "hydra", SHARED_OUTPUT["hydra"]
 
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__(config, vocabulary)

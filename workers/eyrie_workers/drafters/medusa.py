@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import SHARED_OUTPUT
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import (
     HeadsConfig,
@@ -77,7 +78,7 @@ class _Block(nn.Module):
 class MedusaDrafter(HeadsDrafter):
     """The parameters, under the names vLLM loads."""
 
-    family, shared_output = "medusa", False
+    family, shared_output = "medusa", SHARED_OUTPUT["medusa"]
 
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
         super().__init__(config, vocabulary)

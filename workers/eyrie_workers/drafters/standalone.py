@@ -40,9 +40,9 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -239,18 +239,13 @@ def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    config = checkpoint.parse_decoder(directory.name, checkpoint.read_config(directory))
-    if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:
-        raise CheckpointInvalid(f"drafter {directory.name} is a {config.family} that Eyrie did not write: a standalone "
-                                "drafter is a Llama with its own output matrix and without a window",
-                                "serve this one in SGLang, or train one")
+    written = checkpoint.read_config(directory)
+    checkpoint.refuse(directory.name, config_rules("standalone", written))
+    config = checkpoint.parse_decoder(directory.name, written)
     tensors = checkpoint.read_tensors(directory)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in StandaloneDrafter(config).state_dict().items()}
-    checkpoint.check_tensors(directory.name, tensors, expected)
-    if target is not None and config.vocab_size != target.vocab_size:
-        raise CheckpointInvalid(f"drafter {directory.name} has a vocabulary of {config.vocab_size}, this target one of "
-                                f"{target.vocab_size}", "serve it with its own target")
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors("standalone", written))
+    if target is not None:
+        checkpoint.refuse_another_target(directory.name, "standalone", written, target)
     return config, tensors
 
 

@@ -1,4 +1,5 @@
-"""Validation of drafter directories: findings, validators, and the rules that hold for every family.
+"""Validation of drafter directories: validators, and the rules over tensors, card and target that hold for every
+family. Rules over config.json alone are in `eyrie_api.planning.drafter_rules`.
 
 EAGLE-3 has a validator of its own (`drafters.eagle3.directory`). The loaders of the other families refuse everything
 that breaks the contract, so their validator is `validator_by_loading`.
@@ -11,38 +12,17 @@ target's `config.json` is needed, so that targets Eyrie cannot load are checked 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import EyrieError
+from eyrie_api.planning.drafter_rules import DTYPES, Finding, Target, error, vocabulary_rules, warning
 from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
-from eyrie_workers.drafters.card import DTYPES, TOKENIZER, Card, hub_revision
+from eyrie_workers.drafters.card import TOKENIZER, Card, hub_revision
 from eyrie_workers.targets.config import TargetConfig, describe_config, read_json
 from eyrie_workers.targets.loading import target_digest
-
-Severity = Literal["error", "warning"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """An error is what SGLang refuses, or loads wrongly without a message. A warning does not stop serving."""
-
-    severity: Severity
-    code: str
-    """Identifier of the rule; stable, for programs and tests."""
-
-    what: str
-    hint: str
-
-
-def error(code: str, what: str, hint: str) -> Finding:
-    return Finding("error", code, what, hint)
-
-
-def warning(code: str, what: str, hint: str) -> Finding:
-    return Finding("warning", code, what, hint)
 
 
 def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
@@ -61,38 +41,9 @@ def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
 _HALVES = {"bfloat16", "float16"}
 
 
-@dataclass(frozen=True)
-class Target:
-    """The `config.json` of a target directory."""
-
-    path: Path
-    config: Mapping[str, Any]
-
-    @property
-    def text(self) -> Mapping[str, Any]:
-        inner = self.config.get("text_config")
-        return inner if isinstance(inner, Mapping) else self.config
-
-    @property
-    def architecture(self) -> str | None:
-        names = self.config.get("architectures")
-        return str(names[0]) if isinstance(names, list) and names else None
-
-    @property
-    def num_layers(self) -> int | None:
-        count = self.text.get("num_hidden_layers")
-        return count if isinstance(count, int) else None
-
-
 def read_target(path: Path) -> Target:
     """The target in directory `path`. Raises TargetNotFound without a config."""
     return Target(path, read_json(path / "config.json"))
-
-
-def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
-    if config.get("vocab_size") != target.text.get("vocab_size"):
-        yield error("vocab-differs", f"vocab_size is {config.get('vocab_size')}, the target's "
-                    f"{target.text.get('vocab_size')}", "serve the drafter with the target it was trained for")
 
 
 def context_rules(config: Mapping[str, Any], target: Target | None, context: int | None,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyrie_api.planning.eagle3_rules import ARCHITECTURE
 from eyrie_workers.drafters.checkpoint import read_config
-from eyrie_workers.drafters.eagle3.directory import ARCHITECTURE
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import Eagle3Proposer, load_drafter
 from eyrie_workers.speculation.protocol import Drafter

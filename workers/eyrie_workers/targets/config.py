@@ -27,12 +27,15 @@ from typing import Any, Literal
 
 from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.target_config import (
+    DEFAULT_ROPE_THETA,
     FULL,
     UNSCALED_OR_LINEAR,
     biases,
     check_config,
+    check_drafter_config,
     check_sizes,
     computed_by_reference,
+    end_token_ids,
     has_tied_embeddings,
     language_model,
     layer_types,
@@ -50,7 +53,7 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 class RopeConfig:
     """Rotary position embedding (arXiv:2104.09864) and the three supported scalings."""
 
-    theta: float = 10_000.0
+    theta: float = DEFAULT_ROPE_THETA
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -228,7 +231,8 @@ def describe_config(data: Mapping[str, Any], generation: Mapping[str, Any] | Non
         output_bias=False, mlp_bias=False,
         layer_types=tuple(map(str, types)) if isinstance(types, list) and len(types) == num_layers
         else (FULL,) * num_layers,
-        sliding_window=None, eos_token_ids=_eos(text, generation or {}), logit_scale=scale, logit_soft_cap=soft_cap)
+        sliding_window=None, eos_token_ids=end_token_ids(text, generation or {}), logit_scale=scale,
+        logit_soft_cap=soft_cap)
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
@@ -249,8 +253,9 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
         tie_word_embeddings=has_tied_embeddings(data), qk_norm=family == "qwen3", attention_bias=attention_bias,
         output_bias=output_bias, mlp_bias=mlp_bias, layer_types=types, sliding_window=window,
-        eos_token_ids=_eos(data, generation or {}), post_norm=family in ("olmo2", "olmo3"), full_rope=full_rope,
-        rotary_size=rotary_size(data), unrotated_layers=unrotated_layers(data), fused_projections=family == "phi3",
+        eos_token_ids=end_token_ids(data, generation or {}), post_norm=family in ("olmo2", "olmo3"),
+        full_rope=full_rope, rotary_size=rotary_size(data), unrotated_layers=unrotated_layers(data),
+        fused_projections=family == "phi3",
         attention_scale=float(scales.get("attention_multiplier", 1.0)) if scales else None,
         embedding_scale=float(scales.get("embedding_multiplier", 1.0)),
         residual_scale=float(scales.get("residual_multiplier", 1.0)), logit_scale=logit_transform(scales)[0],
@@ -259,11 +264,8 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
 
 def parse_drafter_config(data: Mapping[str, Any]) -> TargetConfig:
     """`parse_config` for the layers of a drafter. Raises UnsupportedTarget also for a rope that drafters lack here."""
-    config = parse_config(data)
-    if config.rope.kind not in UNSCALED_OR_LINEAR:
-        raise UnsupportedTarget(f"rope type {config.rope.kind!r} of a drafter is not supported",
-                                f"only {', '.join(UNSCALED_OR_LINEAR)} are computed")
-    return config
+    check_drafter_config(data)
+    return parse_config(data)
 
 
 def _ropes(data: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
@@ -294,16 +296,6 @@ def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], theta: float = 10
         beta_fast=float(scaling.get("beta_fast") or 32.0), beta_slow=float(scaling.get("beta_slow") or 1.0),
         attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
     )
-
-
-def _eos(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (generation, data):
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and token not in ids:
-                ids.append(token)
-    return tuple(ids)
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,14 @@ from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
+from eyrie_api.planning.drafter_rules import LAYER_IDS
+from eyrie_api.planning.eagle3_rules import ARCHITECTURE, MAPS, aux_layers, canonical_name, own_engine_rules, shape_of
+from eyrie_api.planning.sglang_support import sglang_layer_ids
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import head_counts
-from eyrie_workers.drafters.eagle3.directory import (
-    ARCHITECTURE,
-    LAYER_IDS,
-    MAPS,
-    canonical_name,
-    nested,
-    shape_of,
-    validate,
-)
+from eyrie_workers.drafters.eagle3.directory import validate
 from eyrie_workers.drafters.eagle3.drafter import (
     Eagle3Config,
     Eagle3Drafter,
@@ -82,10 +76,7 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
 
 
 def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
-    faults = [finding for finding in validate(request) if finding.severity == "error"]
-    if faults:
-        raise CheckpointInvalid(f"drafter {directory.name}: " + "; ".join(fault.what for fault in faults),
-                                faults[0].hint)
+    checkpoint.refuse(directory.name, validate(request))
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
@@ -126,20 +117,15 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
 def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
     """An `Eagle3Config` from a `config.json` without errors. Raises CheckpointInvalid for variants that Eyrie's engine
     does not compute."""
+    for fault in own_engine_rules(written):
+        raise CheckpointInvalid(fault.what, fault.hint)
     shape = shape_of(written)
-    computed = shape.num_layers == 1 and shape.target_hidden_size == shape.hidden_size and not shape.fc_bias
-    if not computed or written["draft_vocab_size"] is None:
-        raise CheckpointInvalid(
-            "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
-            "output matrix of their own", "serve and measure this one in SGLang")
     decoder = checkpoint.parse_decoder("checkpoint", written)
-    top, inner = written.get(LAYER_IDS), nested(written)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
-        draft_vocab_size=shape.draft_vocab_size,
-        aux_layers=tuple(top) if top is not None else captured_inputs("", inner),
-        rms_eps=decoder.rms_eps, rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
+        draft_vocab_size=shape.draft_vocab_size, aux_layers=aux_layers(written), rms_eps=decoder.rms_eps,
+        rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
         eos_token_ids=decoder.eos_token_ids, bos_token_id=written.get("bos_token_id"), fc_norm=shape.fc_norm,
         norm_before_fc=shape.norm_before_fc, norm_output=bool(written.get("norm_output", False)),
         sliding_window=written.get("sliding_window"))
@@ -216,7 +202,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     drafter = load_drafter(directory)
-    checkpoint.refuse_other_sizes(directory, drafter.config.hidden_size, drafter.config.vocab_size, target.config)
+    checkpoint.refuse_another_target(str(directory), "eagle3", checkpoint.read_config(directory), target.config)
     return Eagle3Proposer(drafter, target.embed_weight)
 
 

@@ -1,0 +1,325 @@
+"""Rules on a drafter's directory that config.json and the headers of tensors decide: they return findings. Pure.
+
+Submission applies them (`planning.published_drafters`), and so do the workers, when they write, load, adopt or check a
+drafter (`eyrie_workers.drafters`). What needs values of tensors, digests or the card is checked there alone. EAGLE-3
+has rules of its own (`planning.eagle3_rules`); those of the other families are what their loaders require.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.planning import target_files
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.target_config import FULL, biases, check_drafter_config, has_tied_embeddings, layer_types
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of a drafter's parameters."""
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error is what SGLang refuses, or loads wrongly without a message. A warning does not stop serving."""
+
+    severity: Severity
+    code: str
+    """Identifier of the rule; stable, for programs and tests."""
+
+    what: str
+    hint: str
+
+
+def error(code: str, what: str, hint: str) -> Finding:
+    return Finding("error", code, what, hint)
+
+
+def warning(code: str, what: str, hint: str) -> Finding:
+    return Finding("warning", code, what, hint)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Dtype, as torch names it, and shape of a stored tensor. None: the file says its name alone."""
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The `config.json` of a target directory."""
+
+    path: Path
+    config: Mapping[str, Any]
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, Mapping) else self.config
+
+    @property
+    def architecture(self) -> str | None:
+        names = self.config.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else None
+
+    @property
+    def num_layers(self) -> int | None:
+        count = self.text.get("num_hidden_layers")
+        return count if isinstance(count, int) else None
+
+
+def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
+    if config.get("vocab_size") != target.text.get("vocab_size"):
+        yield error("vocab-differs", f"vocab_size is {config.get('vocab_size')}, the target's "
+                    f"{target.text.get('vocab_size')}", "serve the drafter with the target it was trained for")
+
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Config key of the aux layer ids; nested in `eagle_config` for SGLang, at the top level for vLLM."""
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("eagle_config", "rope_parameters", "rope_scaling"), ((dict,), "an object")),
+    **dict.fromkeys(("layer_types", LAYER_IDS), ((list,), "a list")),
+    **dict.fromkeys((
+        "fc_norm", "norm_before_fc", "use_aux_norm", "norm_output", "bias", "attention_bias", "mlp_bias",
+        "norm_before_residual", "tie_word_embeddings"), ((bool,), "true or false")),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), ((int, float), "a number")),
+}
+
+
+def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Types of the values. After an error here the other rules cannot read the config."""
+    inner = config.get("eagle_config")
+    objects = [("", config), *([("eagle_config.", inner)] if isinstance(inner, dict) else [])]
+    for prefix, section in objects:
+        for key, (kinds, expected) in _KINDS.items():
+            value = section.get(key)
+            if value is not None and (not isinstance(value, kinds) or (bool not in kinds and value is True)):
+                yield error("key-kind", f"{prefix}{key} is {value!r}, not {expected}",
+                            f"write {expected}, or leave it out")
+    for key in ("rope_parameters", "rope_scaling"):
+        theta = (config.get(key) or {}).get("rope_theta") if isinstance(config.get(key), dict) else None
+        if theta is not None and not isinstance(theta, int | float):
+            yield error("key-kind", f"{key}.rope_theta is {theta!r}, not a number", "write the base")
+
+
+_SERVED_BY = {
+    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel"), (
+        "a DSpark drafter, whose Markov head", "DSPARK")),
+    **dict.fromkeys(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), (
+        "a DFlash2 drafter, whose convolutions and selector", "DFLASH")),
+    "LiLiCorrDraftModel": ("a LiLiCorr drafter, whose reranker", "DFLASH"),
+    "DFlashLagunaForCausalLM": ("a DFlash drafter of Laguna, whose gates", "DFLASH"),
+    "Eagle3DeepseekV2ForCausalLM": ("an EAGLE-3 drafter with MLA, whose attention", "EAGLE3"),
+}
+"""Architectures of drafters that SGLang 0.5.23 serves and Eyrie does not compute: what they are, and the algorithm."""
+
+_PROJECTORS = {"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+"""`dflash_config.projector_type` -> architecture, where a trainer writes that of DFlash (Model Optimizer)."""
+
+
+def foreign_architecture(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What drafter of another kind the config is of, and where it is served; None: not known as one."""
+    names, own = config.get("architectures"), config.get("dflash_config")
+    own = own if isinstance(own, Mapping) else {}
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if name == FAMILIES["dflash"].architecture:
+        projector = str(own.get("projector_type"))
+        if projector == "domino":
+            return ("it is a Domino drafter, whose recurrent head Eyrie does not compute",
+                    "serve it by hand in SGLang with --speculative-algorithm DFLASH")
+        name = _PROJECTORS.get(projector, "DSparkDraftModel" if own.get("markov_rank") or config.get("markov_rank")
+                               else name)
+    if name not in _SERVED_BY:
+        return None
+    what, algorithm = _SERVED_BY[name]
+    return (f"it is {what} Eyrie does not compute",
+            f"serve it by hand in SGLang with --speculative-algorithm {algorithm}")
+
+
+# --- the other families ----------------------------------------------------------------------------------------------
+
+
+def decoder_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Decoder layers that Eyrie does not compute."""
+    try:
+        check_drafter_config(config)
+    except UnsupportedTarget as fault:
+        yield error("contract", fault.message, fault.hint)
+
+
+def eagle1_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """An EAGLE-1/2 drafter's config, as SGLang's `LlamaForCausalLMEagle` computes it."""
+    hint = "serve this one in SGLang, or train one"
+    expected = {"architectures": [FAMILIES["eagle1"].architecture], "model_type": "llama", "num_hidden_layers": 1,
+                "attention_bias": False, "mlp_bias": False}
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            yield error("contract", f"{name} is {config[name]!r}, not {value!r}", hint)
+    if config.get("hot_vocab_size") not in (None, config["vocab_size"]):
+        yield error("contract", f"hot_vocab_size is {config['hot_vocab_size']!r}: a reduced output matrix is not "
+                    "supported", hint)
+    if (window := layer_types(config)[1]) is not None:
+        yield error("contract", f"sliding_window is {window}: not what SGLang computes for this class", hint)
+
+
+def standalone_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """A draft model's config."""
+    family, hint = config.get("model_type"), "serve this one in SGLang, or train one"
+    if family != "llama" or has_tied_embeddings(config) or layer_types(config)[1] is not None:
+        yield error("contract", f"it is a {family} that Eyrie did not write: a standalone drafter is a Llama with its "
+                    "own output matrix and without a window", hint)
+    elif any(biases(config)):
+        yield error("contract", "its layers have biases: a standalone drafter has none", hint)
+
+
+def dflash_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """A DFlash drafter's config; the first fault."""
+    again, own = "export the drafter again", config.get("dflash_config")
+    if config.get("model_type") != "qwen3" or biases(config)[0] or set(layer_types(config)[0]) != {FULL}:
+        yield error("contract", "its layers are not Qwen3's with full attention and without bias",
+                    "serve this one in SGLang")
+        return
+    if not isinstance(own, Mapping):
+        yield error("contract", f"dflash_config is {own!r}, not an object", again)
+        return
+    known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
+    if set(own) != known:
+        yield error("contract", f"dflash_config has {sorted(own)}, not {sorted(known)}",
+                    "serve other variants in SGLang")
+        return
+    size, mask, depth, ids = (own[key] for key in ("block_size", "mask_token_id", "num_target_layers",
+                                                    "target_layer_ids"))
+    if not _whole(size, 2, 17):
+        yield error("contract", f"dflash_config.block_size is {size!r}, not between 2 and 17", again)
+    elif not _whole(mask, 0, config["vocab_size"] - 1):
+        yield error("contract", f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of "
+                    f"{config['vocab_size']}", again)
+    elif not _whole(depth, 1, None):
+        yield error("contract", f"dflash_config.num_target_layers is {depth!r}, not a number of layers", again)
+    elif not isinstance(ids, list) or not ids or not all(_whole(layer, 0, depth - 2) for layer in ids) or (
+            ids != sorted(set(ids))):
+        yield error("contract", f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to "
+                    f"{depth - 2}", again)
+
+
+def heads_rules(family: str, shared_output: bool, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The config of a Medusa or Hydra drafter.
+
+    shared_output   whether all heads have one output matrix
+    """
+    again = "export the drafter again"
+    for key in ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads"):
+        if not _whole(config.get(key), 1, None):
+            yield error("contract", f"{key} is {config.get(key)!r}, not a positive whole number", again)
+            return
+    for key, expected in (("architectures", [FAMILIES[family].architecture]), ("num_hidden_layers", 1),
+                          ("original_lm_head", shared_output), ("medusa_fc_bias", False)):
+        if config.get(key) != expected:
+            yield error("contract", f"{key} is {config.get(key)!r}; Eyrie's {family} drafters have {expected!r}", again)
+            return
+    if config["truncated_vocab_size"] > config["vocab_size"]:
+        yield error("contract", f"truncated_vocab_size {config['truncated_vocab_size']} is more than vocab_size "
+                    f"{config['vocab_size']}", again)
+
+
+def _whole(value: object, least: int, most: int | None) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool) and value >= least
+            and (most is None or value <= most))
+
+
+_DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
+    "eagle1": eagle1_rules, "standalone": standalone_rules, "dflash": dflash_rules}
+SHARED_OUTPUT = {"medusa": False, "hydra": True}
+"""Families of heads; whether all heads of one have one output matrix."""
+
+
+def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The findings of a family that loads with the config alone; none for one without rules. EAGLE-3 has its own."""
+    if family in SHARED_OUTPUT:
+        yield from heads_rules(family, SHARED_OUTPUT[family], config)
+    elif family in _DECODERS:
+        # A config whose values are of other types, or whose layers are not computed, is not read further.
+        yield from [*kind_rules(config)] or [*decoder_rules(config)] or _DECODERS[family](config)
+
+
+def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of an EAGLE-1/2, DFlash or standalone drafter whose config has no faults."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    sizes = TargetFacts(
+        hidden_size=hidden, num_layers=config["num_hidden_layers"], intermediate_size=config["intermediate_size"],
+        num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads, vocab_size=config["vocab_size"], tie_word_embeddings=False,
+        source="config.json")
+    model = target_files.expected_tensors(config, sizes)
+    if family == "standalone":
+        return model
+    layers = {name.removeprefix("model."): shape for name, shape in model.items() if name.startswith("model.layers.")}
+    if family == "eagle1":
+        del layers["layers.0.input_layernorm.weight"]
+        return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
+    num_aux = len(config["dflash_config"]["target_layer_ids"])
+    return {"fc.weight": (hidden, num_aux * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)} | layers
+
+
+def tensor_rules(tensors: Mapping[str, Header], expected: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+    """Names and shapes are exactly the expected ones."""
+    hint = "export the drafter again; its config.json and its tensors are not of one drafter"
+    for name in expected:
+        if name not in tensors:
+            yield error("contract", f"{name} is missing", hint)
+    for name in tensors:
+        if name not in expected:
+            yield error("contract", f"{name} is not known", hint)
+    for name, shape in expected.items():
+        actual = tensors[name].shape if name in tensors else None
+        if actual is not None and actual != tuple(shape):
+            yield error("contract", f"{name} has shape {list(actual)}, not {list(shape)}", hint)
+
+
+def family_rules(family: str, config: Mapping[str, Any], tensors: Mapping[str, Header] | None) -> Iterator[Finding]:
+    """All findings of a family that loads, other than EAGLE-3.
+
+    tensors   None: unknown
+    """
+    faults = [*config_rules(family, config)]
+    yield from faults
+    if not faults and tensors is not None and family in _DECODERS:
+        yield from tensor_rules(tensors, expected_tensors(family, config))
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What the families other than EAGLE-3 require of the target."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    eos_token_ids: tuple[int, ...]
+
+
+def fit_rules(drafter: str, family: str | None, config: Mapping[str, Any], target: TargetSizes) -> Iterator[Finding]:
+    """Whether a drafter without other findings is of the target. `drafter` names it in the messages."""
+    again = "serve it with its own target"
+    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
+    if family == "standalone" and vocab != target.vocab_size:
+        yield error("contract", f"{drafter} has a vocabulary of {vocab}, this target one of {target.vocab_size}", again)
+    elif family == "dflash":
+        own = config["dflash_config"]
+        sizes = (hidden, vocab, own["num_target_layers"])
+        wanted = (target.hidden_size, target.vocab_size, target.num_layers)
+        if sizes != wanted:
+            yield error("contract", f"{drafter} is for a target of width, vocabulary and layers {sizes}; this "
+                        f"target has {wanted}", again)
+        elif own["mask_token_id"] in target.eos_token_ids:
+            yield error("contract", f"{drafter}: dflash_config.mask_token_id {own['mask_token_id']} ends answers of "
+                        "this target", again)
+    elif family in ("eagle1", "eagle3", *SHARED_OUTPUT) and (hidden, vocab) != (
+            target.hidden_size, target.vocab_size):
+        yield error("contract", f"{drafter} is for a target of hidden size {hidden} and vocabulary {vocab}, this "
+                    f"target has {target.hidden_size} and {target.vocab_size}", again)
