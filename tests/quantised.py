@@ -83,6 +83,19 @@ def _awq(weight: Tensor) -> tuple[Stored, Tensor]:
             "scales": scale.T.contiguous().half()}, values
 
 
+def experts_in_mxfp4(weights: Tensor) -> tuple[Stored, Tensor]:
+    """[experts, C, R] -> blocks and scales as gpt-oss stores them, and the values that they stand for."""
+    steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    blocks = weights.float().transpose(1, 2).unflatten(2, (-1, 32))
+    scale = (blocks.abs().amax(-1) / 6).log2().ceil()
+    small = blocks / scale.exp2().unsqueeze(-1)
+    place = (small.abs().unsqueeze(-1) - steps).abs().argmin(-1)
+    halves = (place + 8 * (small < 0)).to(torch.uint8).unflatten(-1, (16, 2))
+    values = steps[place] * small.sign() * scale.exp2().unsqueeze(-1)
+    return {"_blocks": halves[..., 0] | halves[..., 1] << 4, "_scales": (scale + 127).to(torch.uint8)}, (
+        values.flatten(2).transpose(1, 2).contiguous())
+
+
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> Form:
     config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
               "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": {
@@ -145,14 +158,18 @@ FORMS: Mapping[str, Form] = {
 }
 
 
+MXFP4 = "mxfp4"
+"""Of gpt-oss alone: the experts are quantised, and nothing else."""
+
+
 def quantised(source: Path, out: Path, form: str) -> dict[str, Tensor]:
     """Write the target in `source` to `out` with quantised matrices; return every weight of it as it is meant."""
-    settings, store = FORMS[form]
+    settings, store = ({"quant_method": MXFP4}, experts_in_mxfp4) if form == MXFP4 else FORMS[form]
     shutil.copytree(source, out)
     weights, meant = Stored(), Stored()
     for name, value in load_file(source / "model.safetensors").items():
         meant[name] = value
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj" if form == MXFP4 else "_proj.weight"):
             parts, meant[name] = store(value.float())
             weights |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
         else:

@@ -98,8 +98,8 @@ TARGETS: dict[str, tuple[Break, str]] = {
                           "saved with these weights"),
     "quantised config": (edited("config.json", quantization_config={"quant_method": "bitsandbytes"}),
                          "quantization_config: quant_method 'bitsandbytes' is not computed by Eyrie or through "
-                         "transformers, only fp8, compressed-tensors, gptq, awq; give the unquantised model, or set "
-                         "engine to 'sglang', whose own states of bitsandbytes are captured"),
+                         "transformers, only fp8, compressed-tensors, gptq, awq, mxfp4; give the unquantised model, or "
+                         "set engine to 'sglang', whose own states of bitsandbytes are captured"),
     "tensors of another model": (edited("config.json", num_hidden_layers=3),
                                  "11 tensors in {d} are no part of the model that config.json describes, the first is "
                                  "'model.layers.3.input_layernorm.weight': they would be ignored; correct config.json, "

@@ -25,7 +25,7 @@ from tests.api.samples import job_spec, target_directory
 from tests.api.test_preflight import H100, on_cluster
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "F8_E4M3": 1, "I8": 1, "I64": 8}
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "F8_E4M3": 1, "I8": 1, "I64": 8, "U8": 1}
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
@@ -166,6 +166,8 @@ REFUSED: dict[str, tuple[Any, Parts, Tensors, str]] = {
     "rotated weights": (compressed(transform_config={"config_groups": {"u": {}}}), channel_parts, {},
                         "transform_config"),
     "no object": ("fp8", fp8_parts, {}, "quantization_config is 'fp8', not an object"),
+    "experts without scales": ({"quant_method": "mxfp4"}, lambda rows, columns: {"weight": ("BF16", (rows, columns))},
+                               {"x_blocks": ("U8", (2, 64, 2, 16))}, "without scales of each 32 values"),
     "no scales": (FP8, without("weight_scale_inv"), {}, "without scales"),
     "scales of other blocks": (FP8 | {"weight_block_size": [32, 32]}, fp8_parts, {}, "in blocks of [32, 32]"),
     "unexplained integers": (FP8, fp8_parts, {"model.norm.weight_packed": ("I32", (8, 8))}, "does not explain"),

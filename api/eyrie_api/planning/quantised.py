@@ -10,6 +10,7 @@ which W = (q - z) * s is computed exactly but for the rounding of the result (`e
 | the same, packed   | weight_packed, weight_scale, weight_zero_point, weight_g_idx | groups or rows                   |
 | gptq               | qweight, qzeros, scales, g_idx: W transposed              | groups of columns                   |
 | awq                | qweight, qzeros, scales: W transposed, values interleaved | groups of columns                   |
+| mxfp4 (gpt-oss)    | X_blocks (e2m1), X_scales (e8m0) of all experts' X        | 32 columns                          |
 
 Which matrices are quantised is read from what is stored, not from the lists of layers in config.json, of which every
 method has its own grammar. An integer or 8-bit tensor that no rule here explains is refused: read without its scale it
@@ -28,10 +29,10 @@ from eyrie_api.planning.sglang_support import QUANTISED_BY_SGLANG
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that hold weights as they are."""
 
-READ_METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+READ_METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 """Values of `quant_method` whose weights are computed here."""
 
-_WHOLE, _WORDS = ("F8_E4M3", "I8"), "I32"
+_WHOLE, _WORDS, _BYTES = ("F8_E4M3", "I8"), "I32", "U8"
 _CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 _PARTS = (("scale", "weight_scale"), ("scale", "weight_scale_inv"), ("scale", "scales"), ("zero", "weight_zero_point"),
           ("zero", "qzeros"), ("group", "weight_g_idx"), ("group", "g_idx"))
@@ -61,7 +62,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight of a checkpoint as a model has it."""
+    """A weight of a checkpoint as a model has it: a matrix, or those of all experts."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, str]
@@ -103,6 +104,8 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
         if str(data.get("version") or "gemm").lower() != "gemm" or data.get("bits", data.get("w_bit")) != 4:
             raise _refused(data, f"version {data.get('version')!r} of {data.get('bits')!r} bits", "'gemm' of 4 bits")
         return Quantisation("awq", 4)
+    if method == "mxfp4":
+        return Quantisation("mxfp4", 4)
     raise _refused(data, f"quant_method {method!r}", ", ".join(READ_METHODS))
 
 
@@ -173,6 +176,15 @@ def matrices(stored: Mapping[str, tuple[str, tuple[int, ...]]], quantisation: Qu
     whole: dict[str, Matrix] = {}
     used: set[str] = set()
     for name, (dtype, shape) in stored.items():
+        if quantisation.method == "mxfp4" and name.endswith("_blocks"):  # [experts, rows, columns / 32, 16 bytes]
+            base = name.removesuffix("_blocks")
+            scales = f"{base}_scales"
+            if dtype != _BYTES or shape[3:] != (16,) or stored.get(scales) != (_BYTES, shape[:3]):
+                raise UnsupportedTarget(f"tensor {name!r} is stored as {dtype} {list(shape)} without scales of each "
+                                        "32 values", "give the checkpoint as it was published")
+            used |= {name, scales}
+            whole[base] = Matrix((shape[0], 32 * shape[2], shape[1]), {"weight": name, "scale": scales})
+            continue
         dense = _dense_shape(name.rpartition(".")[2], dtype, shape, quantisation)
         if dense is None:
             continue

@@ -26,7 +26,8 @@ from eyrie_workers.stages.train import train
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import CheckpointTensors, load_target, weight_bytes
 from eyrie_workers.targets.state_source import load_causal_model, open_judge, open_local
-from tests.quantised import FORMS, quantised
+from tests.architectures.catalog import ARCHITECTURES, COMMON
+from tests.quantised import FORMS, MXFP4, quantised
 from tests.tiny import tiny_target
 from tests.workers.stages import test_capture as captures
 from tests.workers.stages import test_train as trainings
@@ -73,6 +74,25 @@ def test_blocks_of_fp8_are_those_of_transformers_own_reader(plain: Path, tmp_pat
     theirs, read = model.state_dict(), CheckpointTensors(tmp_path / "target", torch.float32, CPU)
     for name in read:
         torch.testing.assert_close(read[name], theirs[name], atol=0.0, rtol=0.0)
+
+
+def test_experts_of_mxfp4_are_those_of_transformers_own_reader_and_their_states_those_of_its_model(
+        tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    source = tiny_target(tmp_path / "source", "gpt_oss", **(COMMON | ARCHITECTURES["gpt_oss"]))
+    meant = quantised(source, tmp_path / "target", MXFP4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32,
+                                                 quantization_config=Mxfp4Config(dequantize=True)).eval()
+    theirs, read = model.state_dict(), CheckpointTensors(tmp_path / "target", torch.float32, CPU)
+    assert set(read) == set(meant)
+    for name, values in meant.items():
+        torch.testing.assert_close(read[name], values, atol=0.0, rtol=0.0)
+        torch.testing.assert_close(read[name], theirs[name], atol=0.0, rtol=0.0)
+    captured = open_local(tmp_path / "target", "float32").packed_states([TEXT], (1, 2))[0]
+    with torch.no_grad():
+        states = model(TEXT[None], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(captured, torch.stack([states[1][0], states[2][0]], dim=1), atol=1e-4, rtol=1e-4)
 
 
 def test_values_of_awq_are_those_of_compressed_tensors_reader(plain: Path, tmp_path: Path) -> None:

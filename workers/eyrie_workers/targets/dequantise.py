@@ -22,10 +22,18 @@ _AWQ_LANES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word of AWQ holds its first, second, ... value: 0, 2, 4, 6, 1, 3, 5, 7 from the low bits."""
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The floats of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
 def dequantise(matrix: Matrix, quantisation: Quantisation, read: Callable[[str], Tensor]) -> Tensor:
-    """[R, C] float32. `read` returns a stored tensor by its name."""
+    """[R, C] float32, or [experts, C, R] of the experts of MXFP4. `read` returns a stored tensor by its name."""
     stored, bits = {part: read(name) for part, name in matrix.parts.items()}, quantisation.bits
     q, zero, scale, group = stored["weight"], stored.get("zero"), stored["scale"].float(), stored.get("group")
+    if quantisation.method == "mxfp4":
+        halves = torch.stack([q & 15, q >> 4], dim=-1).flatten(-2).long()  # of each byte the low one first
+        values = torch.tensor(_E2M1, device=q.device)[halves]
+        return torch.ldexp(values, (scale - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
     is_packed = q.dtype == torch.int32
     if quantisation.method in ("gptq", "awq"):  # transposed; GPTQ packs columns of W, and both the rows of its zeros
         lanes = _AWQ_LANES if quantisation.method == "awq" else None
