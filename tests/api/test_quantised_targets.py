@@ -142,6 +142,9 @@ def test_a_quantised_target_takes_the_room_of_its_files_on_the_gpus_that_serve_i
     check(spec_of(quantised, **job), settings)
     with pytest.raises(GpuTooSmall, match=r"weights are 1\.9 GiB"):
         check(spec_of(tmp_path / "fp8-plain", **job), settings)
+    planned = plan(spec_of(quantised, **job), settings)
+    [weights] = [said.value for said in planned.assumptions if said.name == "target weights"]
+    assert weights == pytest.approx((quantised / "model.safetensors").stat().st_size / 1e9, rel=0.01)
     held = plan(spec_of(quantised, engine="embedded", placement=train), settings).warnings
     assert any("weights are 1.9 GiB" in warning for warning in held)  # dequantised
 
@@ -170,6 +173,11 @@ REFUSED: dict[str, tuple[Any, Parts, Tensors, str]] = {
                                {"x_blocks": ("U8", (2, 64, 2, 16))}, "without scales of each 32 values"),
     "no scales": (FP8, without("weight_scale_inv"), {}, "without scales"),
     "scales of other blocks": (FP8 | {"weight_block_size": [32, 32]}, fp8_parts, {}, "in blocks of [32, 32]"),
+    "groups of another size": (AWQ | {"group_size": 32}, awq_parts, {}, "in blocks of [1, 32]"),
+    "zero points of another form": (AWQ, lambda rows, columns: awq_parts(rows, columns) | {
+        "qzeros": ("I32", (columns // 16, rows))}, {}, "qzeros' of I32 [4, 64] does not belong to a matrix of"),
+    "groups of fewer columns": (GPTQ, lambda rows, columns: gptq_parts(rows, columns) | {
+        "g_idx": ("I32", (columns // 2,))}, {}, "g_idx' of I32 [32] does not belong to a matrix of [64, 64]"),
     "unexplained integers": (FP8, fp8_parts, {"model.norm.weight_packed": ("I32", (8, 8))}, "does not explain"),
     "quantised head": (FP8, fp8_parts, {HEAD: ("F8_E4M3", (320, 64))}, f"'{HEAD}'"),
     "another model": (GPTQ, lambda rows, columns: gptq_parts(rows, 2 * columns), {}, "config.json implies"),

@@ -195,8 +195,10 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     if facts.sizes is None:
         return submission
     job = submission.job
-    on_gpus = facts.computes_on_gpus(job.gpus, job.serving_gpus)
-    planned = make_plan(job, facts.sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
+    on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
+    if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
+        sizes = replace(sizes, quantised_bytes=submission.served_bytes)
+    planned = make_plan(job, sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
                         data_facts=_with_what_is_present(facts.data, job, settings, earlier),
                         gpu_hour_prices=settings.prices, store=_object_store(submission))
     chosen = [f"{name} {value}" for name, value, before in (
@@ -579,8 +581,10 @@ def hardware_profiles_exist(submission: Submission) -> None:
             continue
         if spec.engine.kind == "sglang":
             check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
-        device, weights = gpu_bytes(label), submission.served_bytes
-        if device is not None and weights is not None and weights > num_gpus * usable_bytes(device):
+        device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
+        if quantisation_config(submission.facts.config) is not None:
+            weights = submission.served_bytes or 0
+        if device is not None and weights > num_gpus * usable_bytes(device):
             raise InvalidInput(f"{field}: the target's weights are {weights / 1e9:.0f} GB, and {num_gpus} x {label} "
                                f"hold {num_gpus * usable_bytes(device) / 1e9:.0f} GB",
                                "raise placement.num_gpus of the profile, or name a larger GPU")

@@ -99,11 +99,11 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
         offsets, form = {"gptq": 1, "gptq_v2": 0}, data.get("checkpoint_format") or "gptq"
         if form not in offsets:
             raise _refused(data, f"checkpoint_format {form!r}", ", ".join(offsets))
-        return Quantisation("gptq", _packed_bits(data, data.get("bits")), zero_offset=offsets[form])
+        return Quantisation("gptq", _packed_bits(data, data.get("bits")), _group(data), zero_offset=offsets[form])
     if method == "awq":
         if str(data.get("version") or "gemm").lower() != "gemm" or data.get("bits", data.get("w_bit")) != 4:
             raise _refused(data, f"version {data.get('version')!r} of {data.get('bits')!r} bits", "'gemm' of 4 bits")
-        return Quantisation("awq", 4)
+        return Quantisation("awq", 4, _group(data))
     if method == "mxfp4":
         return Quantisation("mxfp4", 4)
     raise _refused(data, f"quant_method {method!r}", ", ".join(READ_METHODS))
@@ -126,7 +126,7 @@ def _compressed_tensors(data: Mapping[str, Any]) -> Quantisation:
         if data.get(field):
             raise _refused(data, field, "weights that are quantised alone")
     weights = [group.get("weights") for group in groups]
-    read = {(each.get("num_bits"), each.get("type", "int"), str(each.get("block_structure")))
+    read = {tuple(str(each.get(field)) for field in ("num_bits", "type", "block_structure", "group_size"))
             for each in weights if isinstance(each, Mapping)}
     if len(read) != 1:
         raise _refused(data, f"config_groups with {len(read)} forms of weights", "one form")
@@ -138,7 +138,7 @@ def _compressed_tensors(data: Mapping[str, Any]) -> Quantisation:
         raise _refused(data, f"weights of {bits!r} bits that are not packed", "8 bits")
     if kind not in ("int", "float"):
         raise _refused(data, f"weights of type {kind!r}", "int, float")
-    return Quantisation("compressed-tensors", int(bits), None if block is None else _block(data, block),
+    return Quantisation("compressed-tensors", int(bits), _group(first) if block is None else _block(data, block),
                         rounds_activations=any(group.get("input_activations") for group in groups))
 
 
@@ -146,6 +146,12 @@ def _packed_bits(data: Mapping[str, Any], bits: Any) -> int:
     if bits not in (2, 4, 8):
         raise _refused(data, f"weights of {bits!r} bits", "2, 4 and 8 bits")
     return int(bits)
+
+
+def _group(data: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The block of a group of columns; None where a row has one scale, or the entry is not there."""
+    size = data.get("group_size")
+    return (1, size) if isinstance(size, int) and size > 0 else None
 
 
 def _block(data: Mapping[str, Any], block: Any) -> tuple[int, int]:
@@ -195,8 +201,7 @@ def matrices(stored: Mapping[str, tuple[str, tuple[int, ...]]], quantisation: Qu
                 f"tensor {name!r} is stored as {dtype} {list(shape)} without scales, or is no matrix",
                 "give the unquantised model, or correct quantization_config")
         used |= {*parts.values()}
-        whole[f"{module}.weight"] = Matrix(dense, parts, _scaled_by(
-            parts["scale"], stored[parts["scale"]], dense, quantisation, by_group="group" in parts))
+        whole[f"{module}.weight"] = Matrix(dense, parts, _scaled_by(parts, stored, dense, quantisation))
     for name, (dtype, shape) in stored.items():
         if name in used or (whole and name.rpartition(".")[2] in _BESIDE):
             continue
@@ -223,25 +228,33 @@ def _dense_shape(last: str, dtype: str, shape: tuple[int, ...], quantisation: Qu
     return (second * per_word, first) if last == "qweight" and method == "awq" else None
 
 
-def _scaled_by(name: str, scale: tuple[str, tuple[int, ...]], shape: tuple[int, ...], quantisation: Quantisation, *,
-               by_group: bool) -> tuple[int, int]:
-    """Rows and columns of a matrix that share a scale; columns of 0: those of a group that an index names."""
-    dtype, sizes = scale
-    if quantisation.method in ("gptq", "awq"):
-        sizes = sizes[::-1]
-    grid = (*sizes, 1, 1)[:2]
+def _scaled_by(parts: Mapping[str, str], stored: Mapping[str, tuple[str, tuple[int, ...]]], shape: tuple[int, ...],
+               quantisation: Quantisation) -> tuple[int, int]:
+    """Rows and columns of a matrix that share a scale."""
+    dtype, sizes = stored[parts["scale"]]
+    per_word, is_transposed = 32 // quantisation.bits, quantisation.method in ("gptq", "awq")
+    grid = (*(sizes[::-1] if is_transposed else sizes), 1, 1)[:2]
     spans = []
     for length, num, block in zip(shape, grid, quantisation.block or (None, None), strict=True):
         if block is not None:
             fits, span = num == -(-length // block), min(block, length)
         else:
-            fits, span = num == 1 or length % num == 0, length // max(num, 1)
+            fits, span = num == 1 or (num > 0 and length % num == 0), length // max(num, 1)
         spans.append(span if fits else -1)
-    rows, columns = spans
-    if dtype not in FLOATS or len(sizes) > 2 or -1 in spans or (quantisation.block is None and rows not in (
-            1, shape[0])):
-        raise UnsupportedTarget(
-            f"tensor {name!r} of {dtype} {list(scale[1])} is no scale of a matrix of {list(shape)}"
-            + (f" in blocks of {list(quantisation.block)}" if quantisation.block else ""),
-            "give the unquantised model, or correct quantization_config")
-    return rows, 0 if by_group else columns
+    if quantisation.block is None and spans[0] not in (1, shape[0]):
+        spans[0] = -1
+    zeros = sizes
+    if is_transposed:
+        zeros = (grid[1], grid[0] // per_word)
+    elif stored[parts["weight"]][0] == _WORDS:
+        zeros = (-(-grid[0] // per_word), grid[1])
+    for part, fits in (("scale", dtype in FLOATS and len(sizes) <= 2 and -1 not in spans),
+                       ("zero", "zero" not in parts or stored[parts["zero"]][1] == zeros),
+                       ("group", "group" not in parts or stored[parts["group"]][1] == shape[1:])):
+        if not fits:
+            held = stored[parts[part]]
+            raise UnsupportedTarget(
+                f"tensor {parts[part]!r} of {held[0]} {list(held[1])} does not belong to a matrix of {list(shape)}"
+                + (f" in blocks of {list(quantisation.block)}" if quantisation.block else ""),
+                "give the unquantised model, or the config.json that was saved with these weights")
+    return spans[0], spans[1]
