@@ -159,6 +159,8 @@ REFUSED: dict[str, tuple[Any, Parts, Tensors, str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, fp8_parts, {}, "quant_method 'bitsandbytes' is not computed"),
     "bits that cross words": (GPTQ | {"bits": 3}, gptq_parts, {}, "weights of 3 bits"),
     "GPTQ of a kernel": (GPTQ | {"checkpoint_format": "marlin"}, gptq_parts, {}, "checkpoint_format 'marlin'"),
+    "GPTQ of a kernel, as it was written before": (GPTQ | {"is_marlin_format": True}, gptq_parts, {},
+                                                   "is_marlin_format True"),
     "AWQ of another kernel": (AWQ | {"version": "gemv"}, awq_parts, {}, "version 'gemv' of 4 bits"),
     "fp8 of another range": (FP8 | {"fmt": "e5m2"}, fp8_parts, {}, "fmt 'e5m2'"),
     "blocks of one size": (FP8 | {"weight_block_size": [16]}, fp8_parts, {}, "blocks of [16]"),
@@ -166,6 +168,8 @@ REFUSED: dict[str, tuple[Any, Parts, Tensors, str]] = {
     "two forms": (compressed(config_groups={name: {"weights": WEIGHTS | {"num_bits": bits}} for name, bits in (
         ("a", 8), ("b", 4))}), channel_parts, {}, "config_groups with 2 forms of weights"),
     "quantised cache": (compressed(kv_cache_scheme={"num_bits": 8}), channel_parts, {}, "kv_cache_scheme"),
+    "sparse weights": (compressed(sparsity_config={"format": "sparse-24-bitmask"}), channel_parts, {},
+                       "sparsity_config"),
     "rotated weights": (compressed(transform_config={"config_groups": {"u": {}}}), channel_parts, {},
                         "transform_config"),
     "no object": ("fp8", fp8_parts, {}, "quantization_config is 'fp8', not an object"),
@@ -215,6 +219,20 @@ def test_a_method_that_sglang_does_not_load_is_refused_for_it(tmp_path: Path) ->
     assert caught.value.hint == "give the unquantised model"
 
 
+def test_biases_of_zeros_that_gptq_stores_for_every_layer_are_no_other_model(
+        settings: Settings, tmp_path: Path) -> None:
+    directory = quantised_directory(tmp_path / "target", GPTQ, lambda rows, columns: gptq_parts(rows, columns) | {
+        "bias": ("F16", (rows,))})
+    assert check(spec_of(directory), settings).plan is not None
+    with (directory / "model.safetensors").open("r+b") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        begin, _ = header["model.layers.3.mlp.down_proj.bias"]["data_offsets"]
+        file.seek(begin + file.tell())
+        file.write(b"\x01")
+    with pytest.raises(UnsupportedTarget, match=r"1 tensors .* are no part of the model"):
+        check(spec_of(directory), settings)
+
+
 def test_engines_round_activations_of_fp8_and_of_schemes_that_name_them() -> None:
     def read(settings: dict[str, Any]) -> Quantisation:
         found = read_quantisation({"text_config": {"quantization_config": settings}})
@@ -222,7 +240,7 @@ def test_engines_round_activations_of_fp8_and_of_schemes_that_name_them() -> Non
         return found
 
     assert read(FP8) == Quantisation("fp8", 8, (16, 16), rounds_activations=True)
-    assert not read(compressed()).rounds_activations
+    assert not read(compressed(sparsity_config={"format": "dense"}, transform_config={})).rounds_activations
     scheme = {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}
     assert read(compressed(config_groups={"g": scheme})).rounds_activations
     assert (read(GPTQ).zero_offset, read(GPTQ | {"checkpoint_format": "gptq_v2"}).zero_offset) == (1, 0)

@@ -97,8 +97,9 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
         return _compressed_tensors(data)
     if method == "gptq":
         offsets, form = {"gptq": 1, "gptq_v2": 0}, data.get("checkpoint_format") or "gptq"
-        if form not in offsets:
-            raise _refused(data, f"checkpoint_format {form!r}", ", ".join(offsets))
+        if form not in offsets or data.get("is_marlin_format"):
+            raise _refused(data, f"checkpoint_format {form!r} with is_marlin_format "
+                           f"{data.get('is_marlin_format', False)}", ", ".join(offsets))
         return Quantisation("gptq", _packed_bits(data, data.get("bits")), _group(data), zero_offset=offsets[form])
     if method == "awq":
         if str(data.get("version") or "gemm").lower() != "gemm" or data.get("bits", data.get("w_bit")) != 4:
@@ -122,8 +123,11 @@ def _compressed_tensors(data: Mapping[str, Any]) -> Quantisation:
     formats = {form, *(group.get("format") or form for group in groups)}
     if not formats <= set(_CT_FORMATS):
         raise _refused(data, f"format {', '.join(sorted(map(str, formats)))}", ", ".join(_CT_FORMATS))
-    for field in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if data.get(field):
+    sparsity = data.get("sparsity_config") or {}
+    for field, is_set in (("sparsity_config", sparsity.get("format", "dense") != "dense"),
+                          ("transform_config", data.get("transform_config")),
+                          ("kv_cache_scheme", data.get("kv_cache_scheme"))):
+        if is_set:
             raise _refused(data, field, "weights that are quantised alone")
     weights = [group.get("weights") for group in groups]
     read = {tuple(str(each.get(field)) for field in ("num_bits", "type", "block_structure", "group_size"))

@@ -138,12 +138,20 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
         if shapes[name] != shape:
             raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(shapes[name])}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")
+    # GPTQ's writer stores a bias of zeros for every layer, also for those that have none.
     others = [name for name in shapes if name not in wanted and not _NOT_WEIGHTS.search(name)
-              and not (facts.tie_word_embeddings and name == "lm_head.weight")]
+              and not (facts.tie_word_embeddings and name == "lm_head.weight")
+              and not (quantisation is not None and name.endswith(".bias") and _is_zero(stored[name]))]
     if others:
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
                                 f"describes, the first is {min(others)!r}: they would be ignored",
                                 "correct config.json, or merge and save the model with save_pretrained")
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        return not any(file.read(tensor.size))
 
 
 def _begin_alike(one: StoredTensor, other: StoredTensor) -> bool:
