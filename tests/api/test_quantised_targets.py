@@ -145,6 +145,8 @@ def test_a_quantised_target_takes_the_room_of_its_files_on_the_gpus_that_serve_i
     planned = plan(spec_of(quantised, **job), settings)
     [weights] = [said.value for said in planned.assumptions if said.name == "target weights"]
     assert weights == pytest.approx((quantised / "model.safetensors").stat().st_size / 1e9, rel=0.01)
+    with pytest.raises(GpuTooSmall, match=r"capture\.source is 'reference'.* weights are 1\.9 GiB.*\(for capture\)"):
+        check(spec_of(quantised, **job, capture={"source": "reference"}), settings)
     held = plan(spec_of(quantised, engine="embedded", placement=train), settings).warnings
     assert any("weights are 1.9 GiB" in warning for warning in held)  # dequantised
 

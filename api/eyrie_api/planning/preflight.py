@@ -21,7 +21,7 @@ from pathlib import Path
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.contract.capture import StateSourceName
-from eyrie_api.contract.engine import SGLANG_PROGRAM
+from eyrie_api.contract.engine import SGLANG_PROGRAM, EngineKind
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import PlacementRequest, S3Work
@@ -133,13 +133,12 @@ class Submission:
         return choose_source(facts.config, job.spec.capture.source, engine=job.spec.engine.kind,
                              streams=job.spec.capture.mode == "stream", fits_device=fits)
 
-    @property
-    def served_bytes(self) -> int | None:
-        """Of the target's weights in the engine; None where they are not known."""
-        facts, job = self.facts, self.job
+    def weight_bytes(self, engine: EngineKind) -> int | None:
+        """Of the target in an engine, the embedded one standing for transformers too; None where it is not known."""
+        facts = self.facts
         if facts.target is None or facts.sizes is None:
             return None
-        return served_bytes(facts.target, facts.config, facts.sizes, job.target.dtype, job.spec.engine.kind)
+        return served_bytes(facts.target, facts.config, facts.sizes, self.job.target.dtype, engine)
 
     @property
     def is_computed_here(self) -> bool:
@@ -197,7 +196,7 @@ def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Res
     job = submission.job
     on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
     if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
-        sizes = replace(sizes, quantised_bytes=submission.served_bytes)
+        sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
     planned = make_plan(job, sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
                         data_facts=_with_what_is_present(facts.data, job, settings, earlier),
                         gpu_hour_prices=settings.prices, store=_object_store(submission))
@@ -583,7 +582,7 @@ def hardware_profiles_exist(submission: Submission) -> None:
             check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
         device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
         if quantisation_config(submission.facts.config) is not None:
-            weights = submission.served_bytes or 0
+            weights = submission.weight_bytes(spec.engine.kind) or 0
         if device is not None and weights > num_gpus * usable_bytes(device):
             raise InvalidInput(f"{field}: the target's weights are {weights / 1e9:.0f} GB, and {num_gpus} x {label} "
                                f"hold {num_gpus * usable_bytes(device) / 1e9:.0f} GB",
@@ -674,13 +673,13 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
     for_other_machines   where jobs run on one machine: take a GPU of the job's label, as a plan does
     """
     job, facts = submission.job, submission.facts
-    weights = submission.served_bytes
-    if facts.sizes is None or weights is None:
+    weights, computed = (submission.weight_bytes(engine) for engine in (job.spec.engine.kind, "embedded"))
+    if facts.sizes is None or weights is None or computed is None:
         return []
     if facts.profile is not None:
-        return too_small_gpus(job, facts.sizes, weights, serves=facts.profile.serving is not None)
+        return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=facts.profile.serving is not None)
     here = gpu_memory_here()
-    return too_small_gpus(job, facts.sizes, weights, serves=True, memory=lambda label: (
+    return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=True, memory=lambda label: (
         memory_of(label) if for_other_machines and label is not None else here))
 
 

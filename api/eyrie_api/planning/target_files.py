@@ -254,6 +254,8 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
     as_stored = engine == "sglang" and quantisation_config(config) is not None
     if computed_by_reference(config) and not as_stored:
         return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
+    if quantisation_config(config) is not None and not as_stored:
+        return facts.parameters * ELEMENT_BYTES[dtype]
     index, stored = directory / INDEX, None
     listed = read_object(index) if index.is_file() else {}
     if weights_are_here(directory):

@@ -256,7 +256,7 @@ def load_causal_model(path: Path, dtype: str, device: torch.device) -> Any:
     # for equally large, which the last is not where its size is no multiple, and leaves out a scale of another name.
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     del config.quantization_config
-    weights = CheckpointTensors(path, DTYPES[dtype], CPU)
+    weights = CheckpointTensors(path, DTYPES[dtype], CPU if is_spread_out else device)
     model, loaded = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict={name: _Unread(weights, name) for name in weights}, output_loading_info=True,
         **placed)
