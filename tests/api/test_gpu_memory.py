@@ -112,11 +112,15 @@ def test_a_quantised_checkpoint_counts_with_its_files_and_one_of_unknown_size_no
     config = {"quantization_config": {"quant_method": "fp8"}}
     directory = target_directory(tmp_path / "target", **LARGE, **config)
     facts, read = target_facts(directory), read_config(directory)
-    assert served_bytes(directory, read, facts, "bfloat16") == (directory / "model.safetensors").stat().st_size
+    stored = (directory / "model.safetensors").stat().st_size
+    assert served_bytes(directory, read, facts, "bfloat16", "sglang") == stored
+    # The embedded engine holds every weight in the dtype of the job.
+    held = served_bytes(directory, read, facts, "float32", "embedded")
+    assert held == pytest.approx(facts.parameters * 4, rel=1e-4)  # which counts no norms
     (directory / "model.safetensors").unlink()
-    assert served_bytes(directory, read, facts, "bfloat16") is None
+    assert served_bytes(directory, read, facts, "bfloat16", "sglang") is None
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": 7}, "weight_map": {"a": "absent"}}))
-    assert served_bytes(directory, read, facts, "bfloat16") == 7
+    assert served_bytes(directory, read, facts, "bfloat16", "sglang") == 7
 
 
 @pytest.mark.parametrize(("stored", "served", "expected"), [
@@ -126,7 +130,7 @@ def test_weights_of_an_unknown_architecture_count_with_their_files_in_the_served
     directory = target_directory(tmp_path / "target", torch_dtype=stored)
     (directory / "config.json").write_text((directory / "config.json").read_text().replace('"qwen3"', '"another"'))
     on_disk = (directory / "model.safetensors").stat().st_size
-    found = served_bytes(directory, read_config(directory), target_facts(directory), served)
+    found = served_bytes(directory, read_config(directory), target_facts(directory), served, "sglang")
     assert found == (None if expected is None else int(on_disk * expected))
 
 

@@ -99,11 +99,13 @@ TARGETS: dict[str, tuple[Break, str]] = {
                     "tensor 'lm_head.weight' in {d} has shape [321, 64], config.json implies [320, 64]; give the "
                     "config.json that was saved with these weights"),
     "quantised tensors": (weights(dtype="F8_E4M3"),
-                          "tensor 'model.embed_tokens.weight' in {d} is stored as F8_E4M3: quantised weights cannot be "
-                          "read here; give the unquantised model"),
-    "quantised config": (edited("config.json", quantization_config={"bits": 4}),
-                         "quantization_config is set: quantised weights cannot be read here; give the unquantised "
-                         "model, or set engine to 'sglang', which captures quantised ones"),
+                          "tensor 'model.embed_tokens.weight' in {d} is stored as F8_E4M3, and config.json has no "
+                          "quantization_config that says how; give the unquantised model, or the config.json that was "
+                          "saved with these weights"),
+    "quantised config": (edited("config.json", quantization_config={"quant_method": "bitsandbytes"}),
+                         "quantization_config: quant_method 'bitsandbytes' is not computed by Eyrie or through "
+                         "transformers, only fp8, compressed-tensors, gptq, awq, mxfp4; give the unquantised model, or "
+                         "set engine to 'sglang', whose own states of bitsandbytes are captured"),
     "tensors of another model": (edited("config.json", num_hidden_layers=3),
                                  "11 tensors in {d} are no part of the model that config.json describes, the first is "
                                  "'model.layers.3.input_layernorm.weight': they would be ignored; correct config.json, "

@@ -2,12 +2,14 @@
 
 Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture` and `get_embed_and_head`: whether
 explicit layer ids are taken raw unless the first is 1; and which of all have `set_dflash_layers_to_capture`. Classes
-are followed through their bases by name, over imports between model modules.
+are followed through their bases by name, over imports between model modules. Also the methods of quantisation that
+`srt/layers/quantization` registers for any device.
 """
 
 import ast
 import importlib.util
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -59,13 +61,16 @@ def main() -> None:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("sglang is not installed here")
-    models = Models(Path(spec.submodule_search_locations[0]) / "srt" / "models")
+    source = Path(spec.submodule_search_locations[0]) / "srt"
+    models = Models(source / "models")
     hooks = {name: hook for module, name in models.entries if (hook := models.hook(module, name)) is not None
              and models.hook(module, name, SHARED) is not None}
     blocks = [name for module, name in models.entries if models.hook(module, name, BLOCK_HOOK) is not None]
     raw = {name: "layer_ids[0] == 1" in ast.unparse(hook) for name, hook in hooks.items()}
-    json.dump({"version": version("sglang"), "entries": len(models.entries), "blocks": blocks,
-               "raw_unless_first_is_one": raw}, sys.stdout)
+    registered = re.findall(r'^ +"([\w-]+)": \w+Config,', (
+        source / "layers" / "quantization" / "__init__.py").read_text(), re.MULTILINE)
+    json.dump({"quantised": registered, "version": version("sglang"), "entries": len(models.entries),
+               "blocks": blocks, "raw_unless_first_is_one": raw}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from eyrie_api.planning.sglang_support import (
     CAPTURED_BESIDES,
     NO_BLOCKS_ARCHITECTURES,
     PLUGIN_ARCHITECTURES,
+    QUANTISED_BY_SGLANG,
     RAW_UNLESS_FIRST_IS_ONE,
     SGLANG_VERSION,
 )
@@ -35,6 +36,12 @@ def test_the_version_is_the_one_our_facts_are_of(scanned: dict[str, Any]) -> Non
 def test_sglang_captures_for_exactly_the_classes_listed(scanned: dict[str, Any]) -> None:
     assert set(scanned["raw_unless_first_is_one"]) == {*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}
     assert not set(scanned["raw_unless_first_is_one"]) & set(PLUGIN_ARCHITECTURES)
+
+
+def test_every_method_of_quantisation_that_we_name_is_registered(scanned: dict[str, Any]) -> None:
+    # `modelopt` is read from the checkpoint's `quant_algo`, and `gptq` is served as `gptq_marlin` on GPUs.
+    assert {*QUANTISED_BY_SGLANG} <= {*scanned["quantised"]}
+    assert "gptq_marlin" in scanned["quantised"]
 
 
 def test_drafters_of_blocks_are_captured_for_by_all_but_the_classes_listed(scanned: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class CaptureSpec(Frozen):
 
     source: StateSource = "auto"
     """What computes the states. `auto`: the reference forward pass for architectures it knows, else transformers; with
-    `engine: sglang` that engine for targets that neither can load, quantised or larger than one GPU. `sglang` needs
+    `engine: sglang` that engine for targets that are quantised, or larger than one GPU. `sglang` needs
     `engine: sglang`, whose `tp_size` it uses."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(None, min_length=1, max_length=16)

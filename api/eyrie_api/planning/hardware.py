@@ -176,20 +176,21 @@ def memory_of(gpu_type: str | None) -> int | None:
     return None if largest is None else largest * _GIB
 
 
-def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, serves: bool,
+def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool,
                    memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
 
     weights   bytes of the target as it is served
+    computed  the same where Eyrie or transformers compute it: more, where a quantised target is served by SGLang
     serves    whether an endpoint loads it, on the GPUs of `serve.placement`
     memory    bytes of a GPU by its label; a job may name none
     """
     too_small: dict[_Holder, list[str]] = {}
     for place, holder in _holders(job, serves):
         device = memory(holder.gpu_type)
-        if device is not None and weights > holder.num_gpus * device:
+        if device is not None and (weights if holder.is_server else computed) > holder.num_gpus * device:
             too_small.setdefault(holder, []).append(place)
-    return [_error(holder, places, facts, weights, memory(holder.gpu_type) or 0)
+    return [_error(holder, places, facts, weights if holder.is_server else computed, memory(holder.gpu_type) or 0)
             for holder, places in too_small.items()]
 
 

@@ -278,6 +278,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
         say("target weights", round(weights, 2), unit,
+            "the checkpoint's files, which SGLang loads quantised" if target.quantised_bytes is not None else
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
         say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
             f"estimated for candidate {job.candidates[0].name}"),

@@ -64,6 +64,9 @@ class TargetFacts(DecoderSizes):
     experts: Experts | None = None
     """None: dense."""
 
+    quantised_bytes: int | None = None
+    """Of the weights as SGLang loads them, where it serves a quantised target."""
+
     @property
     def parameters(self) -> int:
         """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, norms. Shared experts, dense layers of a
@@ -202,8 +205,8 @@ class PlannedWork:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the target, in the job's dtype."""
-        return self.target.parameters * ELEMENT_BYTES[self.job.target.dtype]
+        """Of the target, in the job's dtype or as SGLang loads it quantised."""
+        return self.target.quantised_bytes or self.target.parameters * ELEMENT_BYTES[self.job.target.dtype]
 
     def drafter(self, candidate: Candidate) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of the target."""

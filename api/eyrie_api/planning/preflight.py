@@ -20,7 +20,8 @@ from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
-from eyrie_api.contract.engine import SGLANG_PROGRAM
+from eyrie_api.contract.capture import StateSourceName
+from eyrie_api.contract.engine import SGLANG_PROGRAM, EngineKind
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import PlacementRequest, S3Work
@@ -71,9 +72,11 @@ from eyrie_api.planning.plan_work import (
     training_on_gpus,
 )
 from eyrie_api.planning.published_drafters import check_published_drafters
+from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.resolve import BLOCKS, block_chain, held_out_prompts, resolve
 from eyrie_api.planning.reuse import asks_the_same, jobs_with_answers, stores_the_same
 from eyrie_api.planning.sglang_support import (
+    QUANTISED_BY_SGLANG,
     SGLANG_VERSION,
     SUPPORTED_BY_SGLANG,
     require_block_capture,
@@ -119,6 +122,30 @@ class Submission:
         if facts.target is None or facts.sizes is None or not self.target_is_here:
             return ()
         return check_tokenizer(facts.target, facts.config, facts.sizes.vocab_size)
+
+    @cached_property
+    def source(self) -> StateSourceName:
+        """What computes the hidden states of a target whose config.json is here. Raises as `choose_source`."""
+        job, facts = self.job, self.facts
+        assert facts.sizes is not None
+        # Whether a GPU of the capture stage can hold the target's weights; assumed where its label names no size.
+        device = gpu_bytes(job.gpus["capture"].gpu_type)
+        fits = device is None or facts.sizes.parameters * ELEMENT_BYTES[job.target.dtype] <= usable_bytes(device)
+        return choose_source(facts.config, job.spec.capture.source, engine=job.spec.engine.kind,
+                             streams=job.spec.capture.mode == "stream", fits_device=fits)
+
+    def weight_bytes(self, engine: EngineKind) -> int | None:
+        """Of the target in an engine, the embedded one standing for transformers too; None where it is not known."""
+        facts = self.facts
+        if facts.target is None or facts.sizes is None:
+            return None
+        return served_bytes(facts.target, facts.config, facts.sizes, self.job.target.dtype, engine)
+
+    @property
+    def is_computed_here(self) -> bool:
+        """Whether a stage computes the target with Eyrie's own engine, or through transformers, from its weights."""
+        spec = self.job.spec
+        return "embedded" in (spec.engine.kind, spec.regenerate.engine) or self.source != "sglang"
 
     def layer_choices(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every set of layers that is fused, and the field that names it."""
@@ -173,8 +200,10 @@ def _checks(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Reso
     if facts.sizes is None:
         return submission
     job = submission.job
-    on_gpus = facts.computes_on_gpus(job.gpus, job.serving_gpus)
-    planned = make_plan(job, facts.sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
+    on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
+    if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
+        sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
+    planned = make_plan(job, sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
                         data_facts=_with_what_is_present(facts.data, job, settings, earlier),
                         gpu_hour_prices=settings.prices, store=_object_store(submission))
     chosen = [f"{name} {value}" for name, value, before in (
@@ -247,9 +276,33 @@ def _unread(submission: Submission) -> list[str]:
     if _is_hub_id(spec.target.model) and target is not None and not weights_are_here(target):
         notes.append(f"the weights of {spec.target.model} are not on this machine: the first stage checks the target's "
                      "files")
+    notes += quantised_notes(submission)
     return notes + [f"the rows of {source.path} are not on this machine: the first stage checks them"
                     for source in spec.data.sources
                     if is_remote(source.path) or _is_hub_id(source.path) or is_missing(source.path)]
+
+
+def quantised_notes(submission: Submission) -> list[str]:
+    """What computes a quantised target, and where that differs from what SGLang serves."""
+    spec, facts = submission.job.spec, submission.facts
+    quantised = quantisation_config(facts.config)
+    if facts.sizes is None or quantised is None:
+        return []
+    method = quantised.get("quant_method")
+    if not submission.is_computed_here:
+        return [f"the target is quantised ({method}): states are captured as SGLang computes them, and are not "
+                "compared with those of transformers"]
+    quantisation = read_quantisation(facts.config)
+    assert quantisation is not None
+    notes = [f"the target is quantised ({method}): Eyrie and transformers compute with its weights in "
+             f"{submission.job.target.dtype}"]
+    if quantisation.rounds_activations:
+        differs = ("SGLang serves slightly other states than drafters are trained on; capture.source 'sglang' trains "
+                   "them on its own" if spec.engine.kind == "sglang" else
+                   "its states and answers in another engine differ slightly")
+        notes.append(f"a serving engine also quantises this target's activations, Eyrie and transformers do not: "
+                     f"{differs}")
+    return notes
 
 
 def _is_hub_id(name: str) -> bool:
@@ -402,11 +455,7 @@ def states_are_captured(submission: Submission) -> None:
     spec, facts = submission.job.spec, submission.facts
     if facts.sizes is None:
         return
-    # Whether a GPU of the capture stage can hold the target's weights; assumed where its label names no size.
-    device = gpu_bytes(submission.job.gpus["capture"].gpu_type)
-    fits = device is None or facts.sizes.parameters * ELEMENT_BYTES[submission.job.target.dtype] <= usable_bytes(device)
-    source = choose_source(facts.config, spec.capture.source, engine=spec.engine.kind,
-                           streams=spec.capture.mode == "stream", fits_device=fits)
+    source = submission.source
     if source == "sglang":
         if spec.engine.kind != "sglang":
             raise InvalidInput(f"capture.source 'sglang' with engine {spec.engine.kind!r}, which starts no such server",
@@ -419,6 +468,26 @@ def states_are_captured(submission: Submission) -> None:
                            "in the reference forward pass alone", "set capture.probe_layers to false")
 
 
+def quantised_weights_are_computed(submission: Submission) -> None:
+    """Whatever computes a quantised target can: Eyrie and transformers from its values, SGLang with its kernels."""
+    spec, facts = submission.job.spec, submission.facts
+    quantised = quantisation_config(facts.config)
+    if facts.sizes is None or quantised is None:
+        return
+    method = quantised.get("quant_method")
+    if spec.engine.kind == "sglang":
+        if method not in QUANTISED_BY_SGLANG:
+            raise UnsupportedTarget(f"quantization_config: quant_method {method!r} and engine 'sglang', which loads "
+                                    f"{', '.join(QUANTISED_BY_SGLANG)}", "give the unquantised model")
+        if facts.engine_device(submission.job.gpus, submission.job.serving_gpus) == "cpu":
+            raise UnsupportedTarget(f"quantization_config: quant_method {method!r} and engine 'sglang' on a CPU, where "
+                                    "its kernels for quantised weights need Intel's AMX and were never run",
+                                    "set engine to 'embedded', give the unquantised model, or submit the job where "
+                                    "there are GPUs")
+    if submission.is_computed_here:
+        read_quantisation(facts.config)
+
+
 def target_files_are_whole(submission: Submission) -> None:
     """Weights and tokenizer. A Hub snapshot may be incomplete: the first stage downloads the rest."""
     facts, model = submission.facts, submission.job.spec.target.model
@@ -429,7 +498,8 @@ def target_files_are_whole(submission: Submission) -> None:
             f"target.model {model!r}: config.json names Python code (auto_map), which is not executed",
             f"remove auto_map if the model computes what {submission.architectures[0]} of transformers does")
     if submission.target_is_here:
-        check_weights(facts.target, facts.config, facts.sizes, known=computed_by_reference(facts.config))
+        check_weights(facts.target, facts.config, facts.sizes, known=computed_by_reference(facts.config),
+                      computed_here=submission.is_computed_here)
         _ = submission.target_warnings  # raises for what is no warning
 
 
@@ -517,6 +587,8 @@ def hardware_profiles_exist(submission: Submission) -> None:
         if spec.engine.kind == "sglang":
             check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
         device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
+        if quantisation_config(submission.facts.config) is not None:
+            weights = submission.weight_bytes(spec.engine.kind) or 0
         if device is not None and weights > num_gpus * usable_bytes(device):
             raise InvalidInput(f"{field}: the target's weights are {weights / 1e9:.0f} GB, and {num_gpus} x {label} "
                                f"hold {num_gpus * usable_bytes(device) / 1e9:.0f} GB",
@@ -558,8 +630,9 @@ def training_steps_fit(submission: Submission) -> None:
 
 CHECKS: tuple[Check, ...] = (
     layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, states_are_captured,
-    target_files_are_whole, heads_are_divided, layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target,
-    suites_exist, hardware_profiles_exist, shards_fit_the_pod, vocabularies_fit, training_steps_fit)
+    quantised_weights_are_computed, target_files_are_whole, heads_are_divided, layers_have_sglang_ids,
+    blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist, shards_fit_the_pod,
+    vocabularies_fit, training_steps_fit)
 """In order: later ones assume what earlier ones have checked."""
 
 
@@ -606,15 +679,13 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
     for_other_machines   where jobs run on one machine: take a GPU of the job's label, as a plan does
     """
     job, facts = submission.job, submission.facts
-    if facts.target is None or facts.sizes is None:
-        return []
-    weights = served_bytes(facts.target, facts.config, facts.sizes, job.target.dtype)
-    if weights is None:
+    weights, computed = (submission.weight_bytes(engine) for engine in (job.spec.engine.kind, "embedded"))
+    if facts.sizes is None or weights is None or computed is None:
         return []
     if facts.profile is not None:
-        return too_small_gpus(job, facts.sizes, weights, serves=facts.profile.serving is not None)
+        return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=facts.profile.serving is not None)
     here = gpu_memory_here()
-    return too_small_gpus(job, facts.sizes, weights, serves=True, memory=lambda label: (
+    return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=True, memory=lambda label: (
         memory_of(label) if for_other_machines and label is not None else here))
 
 

@@ -33,6 +33,11 @@ from eyrie_api.errors import InvalidInput, UnsupportedTarget
 
 SGLANG_VERSION = "0.5.23"
 
+QUANTISED_BY_SGLANG = (
+    "auto-round", "awq", "bitsandbytes", "blockwise_int8", "compressed-tensors", "fp8", "gptq", "modelopt",
+    "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "mxfp4", "mxfp8", "quark", "w4afp8", "w8a8_fp8", "w8a8_int8")
+"""Values of `quant_method` whose checkpoints its CUDA build loads (`srt/layers/quantization`)."""
+
 PLUGIN_ARCHITECTURES: tuple[str, ...] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM")
 """Drafted for with Eyrie's model package; SGLang serves both Olmos with its class Olmo2ForCausalLM."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from eyrie_api.contract.capture import StateSource, StateSourceName
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.sglang_support import SUPPORTED_BY_SGLANG
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "phi3", "smollm3", "granite")
@@ -38,7 +39,7 @@ def check_config(data: Mapping[str, Any]) -> None:
         raise UnsupportedTarget(f"model_type {family!r} is not supported", f"use a target of {', '.join(FAMILIES)}")
     if data.get("hidden_act", "silu") != "silu":
         raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
-    _check_unquantised(data)
+    read_quantisation(data)
     check_sizes(data, "intermediate_size")
     for field in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = data.get(field)
@@ -69,12 +70,6 @@ def check_config(data: Mapping[str, Any]) -> None:
             if not isinstance(value, int | float) or value <= 0:
                 raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive number",
                                         "save the model again")
-
-
-def _check_unquantised(data: Mapping[str, Any]) -> None:
-    if data.get("quantization_config") is not None:
-        raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
-                                "give the unquantised model, or set engine to 'sglang', which captures quantised ones")
 
 
 def check_sizes(data: Mapping[str, Any], *others: str) -> None:
@@ -111,7 +106,8 @@ def computed_by_reference(data: Mapping[str, Any]) -> bool:
 def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: EngineKind = "embedded",
                   streams: bool = False, fits_device: bool = True) -> StateSourceName:
     """Which source computes a target's hidden states, unless one is named: the reference where it can, else
-    transformers; a server of the job's engine for a target that neither can load, quantised or too large.
+    transformers; a server of the job's engine for a target that it computes with other numbers, because it is
+    quantised, or that neither can hold.
 
     engine        of the job: `sglang` can start servers
     streams       whether training computes the states, which starts none
@@ -121,11 +117,11 @@ def choose_source(data: Mapping[str, Any], wanted: StateSource, *, engine: Engin
     """
     if wanted == "sglang":
         return wanted
-    loadable, named = fits_device and data.get("quantization_config") is None, data.get("architectures")
+    alike, named = fits_device and quantisation_config(data) is None, data.get("architectures")
     is_captured = isinstance(named, list) and bool(named) and named[0] in SUPPORTED_BY_SGLANG
-    if wanted == "auto" and engine == "sglang" and not streams and not loadable and is_captured:
+    if wanted == "auto" and engine == "sglang" and not streams and not alike and is_captured:
         return "sglang"
-    _check_unquantised(data)
+    read_quantisation(data)
     if wanted == "transformers":
         return wanted
     if computed_by_reference(data):

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
+from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
 from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.quantised import FLOATS, Matrix, Quantisation, matrices, quantisation_config, read_quantisation
 from eyrie_api.planning.target_config import biases, computed_by_reference
 
 GIT_LFS = b"version https://git-lfs"
@@ -38,9 +40,11 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 _COMPARED_PLACES, _COMPARED_BYTES = 64, 1 << 14
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and a forward pass computes."""
+
+_READ_BY_DRAFTERS = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|lm_head|embed_out)\.\w+$")
+"""Names of embedding and output matrix, and of what a quantised one is stored in."""
 
 _SAVE = "save the model again with save_pretrained, or download it again"
 
@@ -85,11 +89,13 @@ class StoredTensor:
     """Bytes of its values."""
 
 
-def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool) -> None:
+def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts, *, known: bool,
+                  computed_here: bool = True) -> None:
     """Check that the directory holds the weights of `config`. Raises UnsupportedTarget, naming file or tensor.
 
-    known   whether the tensors of this architecture are known here; of the others, dtypes alone are checked, and none
-            where the config says that they are quantised
+    known           whether the tensors of this architecture are known here; of the others, dtypes alone are checked
+    computed_here   whether Eyrie or transformers computes the target; of a quantised one that SGLang alone computes,
+                    only what drafters read is checked
     """
     if (directory / "adapter_config.json").is_file():
         raise UnsupportedTarget(
@@ -97,13 +103,25 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
             "would be trained for the model without it",
             "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
     stored = _stored_tensors(directory)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     wanted = expected_tensors(config, facts) if known else {}
-    if not known and config.get("quantization_config") is not None:
-        return
+    is_quantised = quantisation_config(config) is not None
     for name, tensor in stored.items():
-        if tensor.dtype not in _FLOATS and (name in wanted or (not known and name.endswith(".weight"))):
-            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: quantised weights "
-                                    "cannot be read here", "give the unquantised model")
+        if tensor.dtype in FLOATS:
+            continue
+        if is_quantised and _READ_BY_DRAFTERS.search(name):
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}: drafters are trained "
+                                    "with the values of embedding and output matrix, which are read as they are stored",
+                                    "give a model whose embedding and output matrix are not quantised")
+        if not is_quantised and (name in wanted or (not known and name.endswith(".weight"))):
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} is stored as {tensor.dtype}, and config.json has "
+                                    "no quantization_config that says how", "give the unquantised model, or the "
+                                    "config.json that was saved with these weights")
+    if is_quantised and not computed_here:
+        return
+    quantisation = read_quantisation(config)
+    if quantisation is not None:
+        shapes = {name: matrix.shape for name, matrix in dense_matrices(directory, quantisation).items()}
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
     if facts.tie_word_embeddings and head is not None and embedding is not None and not _begin_alike(head, embedding):
         raise UnsupportedTarget(
@@ -114,18 +132,26 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
     if not known:
         return
     for name, shape in wanted.items():
-        if name not in stored:
+        if name not in shapes:
             raise UnsupportedTarget(f"the weights in {directory} have no tensor {name!r}, which config.json implies",
                                     _SAVE)
-        if stored[name].shape != shape:
-            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(stored[name].shape)}, config.json "
+        if shapes[name] != shape:
+            raise UnsupportedTarget(f"tensor {name!r} in {directory} has shape {list(shapes[name])}, config.json "
                                     f"implies {list(shape)}", "give the config.json that was saved with these weights")
-    others = [name for name in stored if name not in wanted and not _NOT_WEIGHTS.search(name)
-              and not (facts.tie_word_embeddings and name == "lm_head.weight")]
+    # GPTQ's writer stores a bias of zeros for every layer, also for those that have none.
+    others = [name for name in shapes if name not in wanted and not _NOT_WEIGHTS.search(name)
+              and not (facts.tie_word_embeddings and name == "lm_head.weight")
+              and not (quantisation is not None and name.endswith(".bias") and _is_zero(stored[name]))]
     if others:
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "
                                 f"describes, the first is {min(others)!r}: they would be ignored",
                                 "correct config.json, or merge and save the model with save_pretrained")
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.begin)
+        return not any(file.read(tensor.size))
 
 
 def _begin_alike(one: StoredTensor, other: StoredTensor) -> bool:
@@ -206,6 +232,12 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for file in files for name, tensor in held[file].items()}
 
 
+def dense_matrices(directory: Path, quantisation: Quantisation) -> dict[str, Matrix]:
+    """The weights of a quantised checkpoint by the names that its model has for them. Raises UnsupportedTarget."""
+    return matrices({name: (tensor.dtype, tensor.shape) for name, tensor in _stored_tensors(directory).items()},
+                    quantisation)
+
+
 def weights_are_here(directory: Path) -> bool:
     """Whether the directory holds all weight files that it lists."""
     index = directory / INDEX
@@ -215,11 +247,15 @@ def weights_are_here(directory: Path) -> bool:
     return isinstance(listed, dict) and all((directory / str(name)).is_file() for name in listed.values())
 
 
-def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str) -> int | None:
-    """Bytes of the target's weights in the dtype of the job; quantised ones as they are stored. None where neither the
-    files nor config.json say: an estimate for an unknown architecture may be too high."""
-    if computed_by_reference(config):
+def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str,
+                 engine: EngineKind) -> int | None:
+    """Bytes of the target's weights in the dtype of the job; quantised ones as SGLang loads them, as they are stored.
+    None where neither the files nor config.json say: an estimate for an unknown architecture may be too high."""
+    as_stored = engine == "sglang" and quantisation_config(config) is not None
+    if computed_by_reference(config) and not as_stored:
         return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
+    if quantisation_config(config) is not None and not as_stored:
+        return facts.parameters * ELEMENT_BYTES[dtype]
     index, stored = directory / INDEX, None
     listed = read_object(index) if index.is_file() else {}
     if weights_are_here(directory):
@@ -230,7 +266,7 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
         total = described.get("total_size") if isinstance(described, dict) else None
         if isinstance(total, int | float) and total > 0:
             stored = int(total)
-    if stored is None or config.get("quantization_config") is not None:
+    if stored is None or as_stored:
         return stored
     element = ELEMENT_BYTES.get(facts.dtype or "")
     return None if element is None else stored * ELEMENT_BYTES[dtype] // element

@@ -121,6 +121,7 @@ def test_a_target_that_the_memory_cannot_hold_in_the_dtype_computed_is_found_bef
     assert why_not_held(tiny_target(tmp_path / "small", "qwen3"), dtype) is None
     large = tmp_path / "large"
     large.mkdir()
+    (large / "config.json").write_text("{}")
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**21], "data_offsets": [0, 2**42]}}).encode()
     with (large / "model.safetensors").open("wb") as weights:
         weights.write(len(header).to_bytes(8, "little") + header)

@@ -17,15 +17,16 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.target_config import language_model, logit_transform
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
-from eyrie_workers.targets.loading import special_token_ids, stored_tensors, weight_files
+from eyrie_workers.targets.loading import DTYPES, special_token_ids, stored_tensors, weight_files
 from eyrie_workers.targets.operators import OutputHead
 
 _INITIAL_STD = 0.02
 
-_ROLES = {"embed": re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings)\.weight$"),
-          "head": re.compile(r"(^|\.)(lm_head|embed_out)\.weight$"),
+_VALUES = r"\.(weight|qweight|weight_packed)$"
+_ROLES = {"embed": re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings)" + _VALUES),
+          "head": re.compile(r"(^|\.)(lm_head|embed_out)" + _VALUES),
           "norm": re.compile(r"(^|\.)(norm|norm_f|final_layernorm|final_norm|ln_f)\.weight$")}
-"""Names under which checkpoints of transformers store the three tensors, behind any prefix."""
+"""Names under which checkpoints of transformers store the three tensors, behind any prefix; also quantised."""
 
 _OTHER_PARTS = re.compile(r"(^|\.)(layers|h|blocks|vision\w*|visual|audio\w*|mtp)\.")
 
@@ -76,6 +77,9 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     for file in weight_files(path):
         for name, tensor in stored_tensors(file, lambda name: _role(name) not in unread):
             role = _role(name)
+            if tensor.dtype not in DTYPES.values() and tensor.dtype != torch.float64:
+                raise UnsupportedTarget(f"{path}: {name} is stored as {tensor.dtype}, and drafters read its values",
+                                        "give a model whose embedding and output matrix are not quantised")
             keeps_dtype = device.type != "cpu" and role != "norm"
             tensors[role] = (tensor if keeps_dtype else tensor.float()).to(device)
     if "embed" not in tensors:

@@ -43,7 +43,7 @@ def copy_mtp_layers(target: Path, out: Path) -> None:
     Raises UnsupportedTarget when it has none or SGLang does not draft with them, ArtifactCorrupt for weights that
     cannot be read.
     """
-    config, stored = read_json(target / "config.json"), CheckpointTensors(target, None, CPU)
+    config, stored = read_json(target / "config.json"), CheckpointTensors(target, None, CPU, stored=True)
     tensors = {name: stored[name] for name in mtp_tensors(stored, config)}
     write_checkpoint(out, dict(config) | {"eyrie": {"drafter": MARK}}, tensors)
 

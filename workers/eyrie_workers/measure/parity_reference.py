@@ -27,6 +27,7 @@ from torch import Tensor
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
 from eyrie_api.contract.prove import ParityReport
 from eyrie_api.decisions.near_ties import is_near_tie
+from eyrie_api.errors import UnsupportedTarget
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.known_misconfigurations import known_misconfigurations
@@ -238,7 +239,10 @@ _KEPT_FREE = 2**30  # for activations, caches and the drafter
 
 def why_not_held(target_dir: Path, dtype: str) -> str | None:
     """Why the reference engine cannot hold the target in `dtype` now, with both numbers; None when it can."""
-    needed = weight_bytes(target_dir, dtype) + _KEPT_FREE
+    try:
+        needed = weight_bytes(target_dir, dtype) + _KEPT_FREE
+    except UnsupportedTarget as error:  # quantised in a form that SGLang alone reads
+        return error.message
     free = free_bytes(default_device())
     if free is None or needed <= free:
         return None

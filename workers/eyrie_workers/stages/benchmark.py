@@ -58,7 +58,7 @@ from eyrie_workers.measure.benchmark.session import (
 from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.stage_program import Result, Stage, run_program
-from eyrie_workers.targets.loading import resolve, weight_files
+from eyrie_workers.targets.loading import resolve, weight_bytes
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.state_source import load_causal_model
 
@@ -194,7 +194,7 @@ def fits(target: TargetModel) -> bool:
     if target.device.type != "cuda" or target.path is None:
         return True
     free, _ = torch.cuda.mem_get_info(target.device)
-    return free > sum(file.stat().st_size for file in weight_files(target.path))
+    return free > weight_bytes(target.path, str(target.dtype).removeprefix("torch."))
 
 
 def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, units: Sequence[Unit],

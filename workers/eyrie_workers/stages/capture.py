@@ -68,6 +68,7 @@ from eyrie_api.errors import (
     InvalidInput,
     NoUsableData,
 )
+from eyrie_api.planning.quantised import quantisation_config
 from eyrie_api.planning.target_config import choose_source
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.quantities import size
@@ -271,10 +272,10 @@ class _Capture:
         spec, stage = self.spec, self.stage
         if not (fresh and spec.capture.check_rows):
             return self.open_target()
-        if self.source == "sglang" and (
-                not _fits_device(self.path) or read_json(self.path / "config.json").get("quantization_config")):
-            stage.event("LayersNotChecked", "the states are not compared with those of transformers, which cannot load "
-                        "this target here: it is quantized, or larger than one GPU", warning=True)
+        is_quantised = quantisation_config(read_json(self.path / "config.json")) is not None
+        if self.source == "sglang" and (is_quantised or not _fits_device(self.path)):
+            stage.event("LayersNotChecked", "the states are not compared with those of transformers, which computes "
+                        "other ones, since this target is quantised, or cannot hold it on one GPU", warning=True)
             return self.open_target()
         kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), self.plan)
         samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
@@ -348,9 +349,12 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         raise Conflict(f"the rows in {rows_dir} were answered by another target ({meta.target_digest}) than "
                        f"{spec.target.model!r} ({digest})",
                        "regenerate with this target, or name the one that answered")
-    streams = spec.capture.mode == "stream"
-    source = choose_source(read_json(path / "config.json"), spec.capture.source, engine=spec.engine.kind,
+    streams, model = spec.capture.mode == "stream", read_json(path / "config.json")
+    source = choose_source(model, spec.capture.source, engine=spec.engine.kind,
                            streams=streams, fits_device=_fits_device(path))
+    if source != "sglang" and quantisation_config(model) is not None:
+        stage.event("WeightsDequantised", f"the states are those of the target's quantised weights, computed in "
+                    f"{spec.target.dtype}: what a serving engine quantises besides is not in them")
     max_length, limit = spec.capture.max_length, "capture.max_length"
     longest_prompt = config.max_position_embeddings - TOKENS_BEHIND_PROMPT
     if source == "sglang" and max_length > longest_prompt:

@@ -67,8 +67,8 @@ from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
 from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
-from eyrie_workers.targets.loading import resolve
-from eyrie_workers.targets.state_source import open_local
+from eyrie_workers.targets.loading import quantised_matrices, resolve
+from eyrie_workers.targets.state_source import open_judge
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "found.jsonl"
@@ -453,12 +453,15 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
         why = f"rounds not replayed: the reference does not hold the target ({why})"
     elif holds_mtp_layers(read_json(Path(spec.drafter_dir) / "config.json")):
         why = "rounds not replayed: Eyrie does not compute the target's MTP layers"
-        judge = cache(lambda: open_local(target_dir, dtype))
+        judge = cache(lambda: open_judge(target_dir, dtype))
+    elif kind == "sglang" and (quantised := quantised_matrices(target_dir)) and quantised[0].rounds_activations:
+        why = "rounds not replayed: SGLang also quantises the activations of this target, which the reference does not"
+        judge = cache(lambda: open_judge(target_dir, dtype))
     elif computed_by_reference(config := read_json(target_dir / "config.json")):
         reference = Reference(target_dir, Path(spec.drafter_dir), kind, tree, dtype)
     else:
         why = f"rounds not replayed: the reference does not compute {config.get('model_type')}"
-        judge = cache(lambda: open_local(target_dir, dtype))  # loaded when an answer differs
+        judge = cache(lambda: open_judge(target_dir, dtype))  # loaded when an answer differs
     if setting.method == "ngram":
         why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
 

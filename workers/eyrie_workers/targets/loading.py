@@ -28,9 +28,12 @@ from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_se
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget, reading
+from eyrie_api.planning.quantised import Matrix, Quantisation, read_quantisation
 from eyrie_api.planning.target_config import has_tied_embeddings, language_model
+from eyrie_api.planning.target_files import dense_matrices
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import parse_config, read_config_files, read_json
+from eyrie_workers.targets.dequantise import dequantise
 from eyrie_workers.targets.device import default_device, free_bytes
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.model_cache import (
@@ -141,13 +144,27 @@ def weight_bytes(path: Path, dtype: str) -> int:
     """Bytes of a model's weights in a dtype, from the headers of its files. Tensors that no text model reads (a vision
     tower, an output matrix that is the embeddings') are counted: an upper bound. Raises ArtifactCorrupt,
     UnsupportedTarget."""
-    values = 0
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values()) * DTYPES[dtype].itemsize
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's weights by the names that the model has for them. Raises as `weight_bytes`."""
+    quantised = quantised_matrices(path)
+    if quantised is not None:
+        return {name: matrix.shape for name, matrix in quantised[1].items()}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(path):
         # Not "pt": torch's private mapping of a file that exceeds the memory is refused by the kernel.
         with _readable(file), safe_open(file, framework="np") as handle:
-            names = handle.keys()
-            values += sum(math.prod(handle.get_slice(name).get_shape()) for name in names)
-    return values * DTYPES[dtype].itemsize
+            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    return shapes
+
+
+def quantised_matrices(path: Path) -> tuple[Quantisation, dict[str, Matrix]] | None:
+    """How a target is quantised, and its weights by name; None: it is not. Raises UnsupportedTarget for a method that
+    is not computed here, or tensors that it does not explain."""
+    quantisation = read_quantisation(read_json(path / "config.json"))
+    return None if quantisation is None else (quantisation, dense_matrices(path, quantisation))
 
 
 def require_memory(device: str, needed: int, free: int | None, dtype: str) -> None:
@@ -166,35 +183,49 @@ def require_memory(device: str, needed: int, free: int | None, dtype: str) -> No
 class CheckpointTensors(Mapping[str, Tensor]):
     """The tensors of a model directory: each is read, converted and moved to the device when it is requested.
 
-    None is kept here, so memory holds what the caller keeps. The files are mapped, not read: their pages belong to the
-    page cache.
+    Quantised weights are computed from what is stored for them (`targets.dequantise`), under the names that the model
+    has for them. None is kept here, so memory holds what the caller keeps. The files are mapped, not read: their pages
+    belong to the page cache.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Open the files. dtype None: each as it is stored. Raises ArtifactCorrupt, UnsupportedTarget."""
+    def __init__(self, path: Path, dtype: torch.dtype | None, device: torch.device, *, stored: bool = False) -> None:
+        """Open the files. Raises ArtifactCorrupt, UnsupportedTarget.
+
+        dtype    None: each as it is stored, and what is quantised in bfloat16
+        stored   the tensors of quantised weights as they are in the files, by their names there
+        """
         self._dtype, self._device = dtype, device
         self._files: dict[str, tuple[Path, safe_open]] = {}
         for file in weight_files(path):
             with _readable(file):
                 handle = safe_open(file, framework="pt")
                 self._files |= dict.fromkeys(handle.keys(), (file, handle))
+        self._quantised = None if stored else quantised_matrices(path)
+        self._names: Mapping[str, object] = self._files if self._quantised is None else self._quantised[1]
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor. Raises KeyError, ArtifactCorrupt."""
+        if self._quantised is not None and self._quantised[1][name].is_quantised:
+            quantisation, matrices = self._quantised
+            values = dequantise(matrices[name], quantisation, lambda part: self._read(part).to(self._device))
+            return values.to(self._dtype or torch.bfloat16)
+        return self._read(name).to(device=self._device, dtype=self._dtype)
+
+    def _read(self, name: str) -> Tensor:
         file, handle = self._files[name]
         with _readable(file):
             tensor: Tensor = handle.get_tensor(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         """Without reading it, as the mixin's method would."""
-        return name in self._files
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._names)
 
 
 def stored_tensors(file: Path, wanted: Callable[[str], bool] = lambda _name: True) -> Iterator[tuple[str, Tensor]]:

@@ -40,10 +40,12 @@ from eyrie_api.contract.targets import Dtype, TargetSpec
 from eyrie_api.errors import Permanent, UnsupportedTarget
 from eyrie_api.planning.target_config import choose_source
 from eyrie_workers.targets.config import TargetConfig, read_config, read_json
-from eyrie_workers.targets.device import default_device, free_bytes
+from eyrie_workers.targets.device import CPU, default_device, free_bytes
 from eyrie_workers.targets.loading import (
     DTYPES,
+    CheckpointTensors,
     load_target,
+    quantised_matrices,
     require_memory,
     require_tied_head,
     resolve,
@@ -98,6 +100,15 @@ def open_local(target_dir: Path, dtype: Dtype) -> StateSource:
     name = choose_source(read_json(target_dir / "config.json"), "auto")
     assert name != "sglang"
     return open_source(name, TargetSpec(model=str(target_dir), dtype=dtype))
+
+
+def open_judge(target_dir: Path, dtype: Dtype) -> StateSource | None:
+    """`open_local`; None for a target that is quantised in a form that SGLang alone reads."""
+    try:
+        quantised_matrices(target_dir)
+    except UnsupportedTarget:
+        return None
+    return open_local(target_dir, dtype)
 
 
 class TransformersTarget:
@@ -238,8 +249,32 @@ def load_causal_model(path: Path, dtype: str, device: torch.device) -> Any:
             placed, is_spread_out = {"device_map": "auto"}, True
     if not is_spread_out:
         require_memory(str(device), needed, free_bytes(device), dtype)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, **placed).eval()
+    placed |= {"dtype": DTYPES[dtype], "local_files_only": True}
+    if quantised_matrices(path) is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **placed).eval()
+    # Given as tensors: transformers' own dequantisation needs a package for each method, takes the blocks of a matrix
+    # for equally large, which the last is not where its size is no multiple, and leaves out a scale of another name.
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    del config.quantization_config
+    weights = CheckpointTensors(path, DTYPES[dtype], CPU if is_spread_out else device)
+    model, loaded = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict={name: _Unread(weights, name) for name in weights}, output_loading_info=True,
+        **placed)
+    if loaded["missing_keys"]:  # which transformers fills with random values, and warns
+        raise UnsupportedTarget(f"{path} has no weights of {min(loaded['missing_keys'])!r}",
+                                "give the checkpoint as it was published")
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A weight that transformers reads when it comes to it, as it does those of files."""
+
+    weights: CheckpointTensors
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.weights[self.name][index]
 
 
 def is_spread(needed: int, own: int | None, free: Sequence[int]) -> bool:

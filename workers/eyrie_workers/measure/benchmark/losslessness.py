@@ -9,6 +9,7 @@ temperature.
 
 # T tokens, H hidden, V vocabulary
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ class Choice:
     chosen: int  # the target's choice
 
 
+NOT_JUDGED = Choice(math.inf, 0.0, -1)
+"""Where nothing computes the target but its serving engine."""
+
+
 @dataclass(frozen=True)
 class Divergence:
     """One answer that drafting changed."""
@@ -51,6 +56,8 @@ class Divergence:
 
     def line(self, dtype: str) -> str:
         tie, later = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie", ""
+        if self.first is NOT_JUDGED:
+            tie = "not judged, because SGLang alone reads the target's quantised weights,"
         if is_near_tie(self.first.gap, self.first.magnitude, dtype):
             later = next((f": position {place} is {choice.gap:.3g} below the target's choice"
                           for place, choice in enumerate(self.later, self.position + 1)
@@ -63,11 +70,12 @@ def _token(token: int | None) -> str:
     return "end" if token is None else f"token {token}"
 
 
-def explain(target: StateSource, prompt_id: str, prompt_ids: Sequence[int], baseline: Sequence[int],
+def explain(target: StateSource | None, prompt_id: str, prompt_ids: Sequence[int], baseline: Sequence[int],
             drafted: Sequence[int], *, temperature: float = 0.0, seed: int = 0) -> Divergence | None:
     """Find and explain the first difference between the two answers to one prompt; None when identical.
 
-    `temperature` and `seed` are those of the request: at temperature > 0 its noise is added to the logits.
+    `temperature` and `seed` are those of the request: at temperature > 0 its noise is added to the logits. Without a
+    target no difference is a near-tie.
     """
     position = first_difference(baseline, drafted)
     if position is None:
@@ -78,17 +86,18 @@ def explain(target: StateSource, prompt_id: str, prompt_ids: Sequence[int], base
     first: Choice | None = None
     later = []
     two = [answer[position] for answer in (baseline, drafted) if position < len(answer)]
-    for row, (logits_V, scores_V) in enumerate(_scores(target, text, start, rows, temperature, seed)):
+    scored = () if target is None else _scores(target, text, start, rows, temperature, seed)
+    for row, (logits_V, scores_V) in enumerate(scored):
         if first is None:
             choices = [_choice(logits_V, scores_V, token, temperature) for token in two]
             first = max(choices, key=lambda choice: choice.gap)
         else:
             later.append(_choice(logits_V, scores_V, text[start + row], temperature))
-    assert first is not None
     return Divergence(
         prompt_id=prompt_id, position=position,
         baseline_token=baseline[position] if position < len(baseline) else None,
-        drafted_token=drafted[position] if position < len(drafted) else None, first=first, later=tuple(later))
+        drafted_token=drafted[position] if position < len(drafted) else None, first=first or NOT_JUDGED,
+        later=tuple(later))
 
 
 def _choice(logits_V: Tensor, scores_V: Tensor, token: int, temperature: float) -> Choice:

@@ -34,7 +34,7 @@ from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.state_source import StateSource, open_local
+from eyrie_workers.targets.state_source import StateSource, open_judge
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "cells.jsonl"
@@ -72,12 +72,12 @@ class Session:
         return engine.target if isinstance(engine, EmbeddedEngine) else load_target(self.target_path, self.dtype)
 
     @cached_property
-    def judge(self) -> StateSource:
+    def judge(self) -> StateSource | None:
         """What the target's own choices are read from where answers differ: its reference implementation, or else its
-        model in transformers."""
+        model in transformers; None where SGLang alone reads its weights."""
         if isinstance(self.bench.engine, EmbeddedEngine) or "target" in self.__dict__:
             return self.target
-        return open_local(self.target_path, self.dtype)
+        return open_judge(self.target_path, self.dtype)
 
     def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
               repeats: int) -> list[Unit]:
