@@ -7,15 +7,18 @@ bytes and zstd by its first, since their rows need a library that the control pl
 """
 
 import gzip
+import io
 import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eyrie_api.contract.data import DataSource
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.data_files import (
     BYTE_ORDER_MARK,
     CALL_TURNS,
@@ -33,6 +36,7 @@ from eyrie_api.data_files import (
     saved_to_disk,
 )
 from eyrie_api.errors import NoUsableData
+from eyrie_api.file_rules import open_file
 from eyrie_api.planning.target_files import GIT_LFS, LFS_HINT
 
 _PARQUET = b"PAR1"
@@ -57,8 +61,8 @@ _HINTS = {_NO_USER: "give conversations with the user's turns, which the target 
           _NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 
 
-def check_data_source(source: DataSource, answered: bool = False) -> None:
-    """Raises NoUsableData, naming the file and its first row's fault.
+def check_data_source(source: DataSource, answered: bool = False, rules: ReadRules | None = None) -> None:
+    """Raises NoUsableData, naming the file and its first row's fault; InvalidInput for one that may not be read.
 
     answered   as `data.answered`: each row has to end with an answer
     """
@@ -74,20 +78,21 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
         raise NoUsableData(f"data file {source.path!r}: no such file on the server",
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
     for file in files[:_CHECKED_FILES]:
-        _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered)
+        _check_file(source.path if len(files) == 1 else str(file), file, source.format, answered, rules)
 
 
-def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
+def _check_file(name: str, path: Path, layout: str, answered: bool, rules: ReadRules | None) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path, rules, "data file") as file:
             start = file.read(len(GIT_LFS))
             size = file.seek(0, 2)
             file.seek(max(0, size - len(_PARQUET)))
             end = file.read()
-        _check_kind(name, path.suffix, size, start, end)
-        if path.suffix not in (PARQUET, ZSTD):
+            file.seek(0)
+            _check_kind(name, path.suffix, size, start, end)
             # A file none of whose sampled rows can be used is refused with the fault of the first.
-            rows = _first_rows(path)
+            rows = [] if path.suffix in (PARQUET, ZSTD) else _first_rows(file, path.suffix)
+        if path.suffix not in (PARQUET, ZSTD):
             if not rows:
                 raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
             faults = [_fault(row, layout, answered) for row in rows]
@@ -102,12 +107,12 @@ def _check_file(name: str, path: Path, layout: str, answered: bool) -> None:
         raise NoUsableData(f"data file {name!r}: {error}", "write it again") from None
 
 
-def _first_rows(path: Path) -> list[bytes]:
+def _first_rows(packed: io.BufferedReader, suffix: str) -> list[bytes]:
     """Rows of the file's beginning, at most `_SAMPLE_ROWS`: lines that are not blank, or an array's elements.
 
     Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
     """
-    with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+    with gzip.open(packed) if suffix == GZIP else nullcontext(packed) as file:
         start = file.read(_SAMPLE_BYTES)
         file.seek(0)
         if begins_array(start):

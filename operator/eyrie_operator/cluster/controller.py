@@ -473,10 +473,10 @@ class Controller:
                 spec = endpoint_names.with_project_endpoint(action.spec, project)
                 # The same checks as for a REST caller with access to this project only, in namespaces without a project
                 # too: who may create objects there is not an administrator of the installation.
-                spec_policy.check(spec, self._settings, self._belongs_to(project))
                 viewed = Jobs(self._database, scope=_viewer_of(project))
                 spec = with_drafters_of_jobs(spec, viewed.get, self._settings.home)
-                done = self._jobs.submit_once(preflight.check(spec, self._settings), once, project,
+                rules = spec_policy.check(spec, self._settings, self._belongs_to(project))
+                done = self._jobs.submit_once(preflight.check(spec, self._settings, rules), once, project,
                                               None if resource.spec is None else resource.spec.job)
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
