@@ -58,7 +58,8 @@ def test_a_relative_pattern_does_not_read_another_projects_rows(harness: Harness
     for path in (below / "[sh]el*.jsonl", below / "selection.jsonl", Path("x") / ".." / below / "*.jsonl",
                  rows.parent / "[s]election.jsonl"):
         refused(harness, "data.sources[0].path", NOT_YOURS, data=source(path))
-        refused(harness, "benchmark.suites[0].path", NOT_YOURS, benchmark={"suites": [{"name": "s", "path": str(path)}]})
+        suites = [{"name": "s", "path": str(path)}]
+        refused(harness, "benchmark.suites[0].path", NOT_YOURS, benchmark={"suites": suites})
         refused(harness, "promotion.drift.traffic_file", NOT_YOURS, promotion={"drift": {"traffic_file": str(path)}})
 
 

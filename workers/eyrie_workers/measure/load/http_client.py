@@ -30,7 +30,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from yarl import URL
 
 from eyrie_api.contract.read_rules import ReadRules
@@ -133,21 +133,20 @@ class _Exchange:
     sent_at: float = 0.0
 
 
-class CheckedResolver(AbstractResolver):
+class CheckedResolver(aiohttp.ThreadedResolver):
     """Resolves host names for connections of a job's stage: aiohttp connects to the addresses that were checked."""
 
-    def __init__(self, rules: ReadRules | None) -> None:
-        self._rules, self._system = rules, aiohttp.ThreadedResolver()
+    def __init__(self, rules: ReadRules) -> None:
+        """In the event loop that the connections are of."""
+        super().__init__()
+        self._rules = rules
 
     async def resolve(self, host: str, port: int = 0,
                       family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
         """Raises AddressRefused for a host with an address that the job may not connect to, OSError without any."""
-        found = await self._system.resolve(host, port, family)
+        found = await super().resolve(host, port, family)
         address_for_job(host, [result["host"] for result in found], self._rules)
         return found
-
-    async def close(self) -> None:
-        await self._system.close()
 
 
 def pool_of_job(url: str, headers: Mapping[str, str], rules: ReadRules | None) -> "ConnectionPool":
@@ -156,18 +155,18 @@ def pool_of_job(url: str, headers: Mapping[str, str], rules: ReadRules | None) -
     origin = parse_url(url)
     check_known_address(origin.host, origin.port, rules)
     proxy = proxy_for(origin)
-    return ConnectionPool(origin, headers, proxy, CheckedResolver(rules) if proxy is None else None)
+    return ConnectionPool(origin, headers, proxy, rules if proxy is None else None)
 
 
 class ConnectionPool:
     """Keep-alive connections to one endpoint. Used within one event loop, and closed there."""
 
     def __init__(self, url: EndpointUrl, headers: Mapping[str, str], proxy: EndpointUrl | None = None,
-                 resolver: CheckedResolver | None = None) -> None:
-        """resolver   of host names; None: the system's
+                 rules: ReadRules | None = None) -> None:
+        """rules   of the job, for the addresses of the host
 
         Raises InvalidInput for a header value that HTTP does not allow, without quoting it."""
-        self._url, self._proxy, self._resolver = url, proxy, resolver
+        self._url, self._proxy, self._rules = url, proxy, rules
         self.headers = dict(headers)
         """Sent with every request."""
 
@@ -201,8 +200,9 @@ class ConnectionPool:
     async def _send_once(self, exchange: _Exchange, method: str, path: str, body: bytes,
                          timeout_s: float) -> HttpResponse:
         if self._session is None:  # not in __init__: a session belongs to the running event loop
+            resolver = None if self._rules is None else CheckedResolver(self._rules)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, resolver=self._resolver), auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, resolver=resolver), auto_decompress=False,
                 trace_configs=[_tracing()], headers={"Content-Type": "application/json", **self.headers},
                 cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "User-Agent"))
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
