@@ -115,9 +115,9 @@ class Drift:
         if not to.exists():
             if not source.is_file() or source.stat().st_size == 0:
                 return None
-            to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             rules = None if own is None else promoted.reads
             with open_file(source, rules, "promotion.drift.traffic_file") as file:
+                to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_latest(file, to, KEPT_ROWS)
         return str(to)
 

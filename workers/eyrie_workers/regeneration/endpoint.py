@@ -183,7 +183,8 @@ def fatal(status: int, url: str) -> Permanent:
     choice, and the reply may be of a server that only this machine can reach."""
     hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
-    return Permanent(f"{url} answered {status}", hints.get(status, "check the endpoint"))
+    other = "check regenerate.base_url: redirects are not followed" if 300 <= status < 400 else "check the endpoint"
+    return Permanent(f"{url} answered {status}", hints.get(status, other))
 
 
 def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, draw: float) -> float:
