@@ -12,8 +12,8 @@ them. Hence:
 - a redirect is followed within host, port and scheme alone, and only where a file is read.
 
 `post` sends webhooks: no proxy is used, little of the response is read, and a deadline ends the request. `WebFile`
-reads files of data. Clients with a loop of their own (`eyrie_workers.regeneration`) ask `address_for_job` for the
-address of each connection. Where the environment names a proxy for data and endpoints, that resolves the host and
+reads files of data. Clients with a loop of their own (`eyrie_workers.regeneration`) ask `require_allowed_for_job` for
+the addresses of each connection. Where the environment names a proxy for data and endpoints, that resolves the host and
 decides what may be reached; an address that is known here is checked nevertheless. Jobs whose submitter has a role in
 all projects may connect to any address.
 """
@@ -114,21 +114,26 @@ def require_allowed(host: str, addresses: Sequence[str], *, allow_private: bool)
     return addresses[0]
 
 
-def address_for_job(host: str, addresses: Sequence[str], rules: ReadRules | None) -> str:
-    """The address of a host that a job with these rules connects to. Raises AddressRefused, OSError without any."""
-    if not addresses:
-        raise OSError(f"{host} has no address")
-    if rules is None:
-        return addresses[0]
-    named = host.lower().rstrip(".") in rules.private_hosts
-    return require_allowed(host, addresses, allow_private=rules.allow_private or named)
+def require_allowed_for_job(host: str, addresses: Sequence[str], rules: ReadRules | None) -> None:
+    """Raises AddressRefused where a job with these rules may not connect to any of a host's addresses."""
+    if rules is not None:
+        named = host.lower().rstrip(".") in rules.private_hosts
+        require_allowed(host, addresses, allow_private=rules.allow_private or named)
+
+
+def addresses_for_job(host: str, port: int, rules: ReadRules | None, resolve: Resolve | None = None) -> list[str]:
+    """The addresses of a host that a job connects to, in the order of preference. Raises AddressRefused; OSError, or
+    ValueError for what cannot be a host, where there is none."""
+    addresses = list(dict.fromkeys((resolve or resolve_host)(host, port)))
+    require_allowed_for_job(host, addresses, rules)
+    return addresses
 
 
 def check_known_address(host: str, port: int, rules: ReadRules | None, resolve: Resolve | None = None) -> None:
     """Check the addresses of a job's host as far as they are known here: a proxy may know more. Raises
     AddressRefused."""
     with suppress(OSError, ValueError):  # ValueError: a name that the resolver does not take
-        address_for_job(host, (resolve or resolve_host)(host, port), rules)
+        addresses_for_job(host, port, rules, resolve)
 
 
 def environment_proxy(scheme: str, host: str, netloc: str) -> str | None:
@@ -155,7 +160,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, allow_private: bo
     errors."""
     parsed = parse_url(url)
     address = resolve_allowed(parsed, allow_private=allow_private, resolve=resolve)
-    connection = _PinnedConnection(parsed, (address, parsed.port), timeout=deadline_s / 2)
+    connection = _PinnedConnection(parsed, [address], timeout=deadline_s / 2)
     # A receiver that sends its response byte by byte never exceeds the timeout of a single read.
     watchdog = threading.Timer(deadline_s, connection.abort)
     watchdog.daemon = True
@@ -198,8 +203,8 @@ class WebFile(io.RawIOBase):
         parsed = parse_url(parts._replace(netloc=netloc, path=quote(parts.path, safe="/%!$&'()*+,;=:@~")).geturl())
         proxy = environment_proxy(parsed.parts.scheme, parsed.host, netloc)
         if proxy is None:
-            address = address_for_job(parsed.host, (resolve or resolve_host)(parsed.host, parsed.port), rules)
-            connection = _PinnedConnection(parsed, (address, parsed.port), timeout=_CONNECT_TIMEOUT_S)
+            addresses = addresses_for_job(parsed.host, parsed.port, rules, resolve)
+            connection = _PinnedConnection(parsed, addresses, timeout=_CONNECT_TIMEOUT_S)
         else:
             check_known_address(parsed.host, parsed.port, rules, resolve)
             connection = _through(proxy, parsed)
@@ -254,7 +259,8 @@ def _answer(connection: "_PinnedConnection", url: ParsedUrl, headers: Mapping[st
                 raise WebStatus(response.status)
             return response
         to = urlsplit(urljoin(url.parts._replace(path=path).geturl(), response.headers.get("Location", "")))
-        if (to.scheme, to.netloc.lower()) != (url.parts.scheme, url.parts.netloc.lower()):
+        port = to.port or (443 if to.scheme == "https" else 80)
+        if (to.scheme, to.hostname, port) != (url.parts.scheme, url.host, url.port):
             raise InvalidInput(f"{url.parts.geturl()} redirects to {to.scheme}://{to.hostname}, and a redirect to "
                                "another host, port or scheme is not followed",
                                "give the address that the file itself has, or a Hub id")
@@ -317,7 +323,7 @@ def _through(proxy: str, url: ParsedUrl) -> "_PinnedConnection":
     if parts.scheme != "http" or parts.hostname is None:
         raise InvalidInput(f"{url.parts.scheme.upper()}_PROXY names a proxy with the scheme {parts.scheme}",
                            f"use one like http://proxy:3128, or add {url.host} to NO_PROXY")
-    connection = _PinnedConnection(url, (parts.hostname, parts.port or 80), timeout=_CONNECT_TIMEOUT_S)
+    connection = _PinnedConnection(url, [parts.hostname], parts.port or 80, timeout=_CONNECT_TIMEOUT_S)
     login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
     headers = {} if parts.username is None else {
         "Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
@@ -326,15 +332,23 @@ def _through(proxy: str, url: ParsedUrl) -> "_PinnedConnection":
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """A connection to an address that was checked before, or to a proxy, under the host name of the URL."""
+    """A connection to the first of the addresses that answers, which were checked before or are a proxy's, under the
+    host name of the URL."""
 
-    def __init__(self, url: ParsedUrl, address: tuple[str, int], timeout: float) -> None:
+    def __init__(self, url: ParsedUrl, addresses: Sequence[str], port: int | None = None, *, timeout: float) -> None:
         super().__init__(url.host, url.port, timeout=timeout)
-        self._url, self._address = url, address
+        self._url, self._addresses, self._port = url, addresses, url.port if port is None else port
 
     def connect(self) -> None:
         """Connect, with TLS for https."""
-        connection: Any = socket.create_connection(self._address, self.timeout)
+        connection: Any = None
+        for number, address in enumerate(self._addresses, start=1):
+            try:
+                connection = socket.create_connection((address, self._port), self.timeout)
+                break
+            except OSError:
+                if number == len(self._addresses):
+                    raise
         if self._tunnel_host:  # type: ignore[attr-defined]
             self.sock = connection
             self._tunnel()  # type: ignore[attr-defined]

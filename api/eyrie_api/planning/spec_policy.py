@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.targets import JobTarget, is_revision
 from eyrie_api.data_files import S3, is_remote
 from eyrie_api.errors import InvalidInput
 from eyrie_api.file_rules import judge, place_of, reached
@@ -61,6 +62,14 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> ReadRules:
             raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
                                f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
     return rules
+
+
+def check_target(target: JobTarget, settings: Settings, is_mine: IsMine) -> None:
+    """Of an endpoint that serves a target without a job. Raises InvalidInput for files that may not be read."""
+    _with_places("target.model", target.model, ReadRules(home=str(settings.home.absolute())), settings, is_mine)
+    if target.revision is not None and not is_revision(target.revision):
+        raise InvalidInput(f"target.revision {target.revision!r} is no branch, tag or commit",
+                           "name one, or leave it out")
 
 
 def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:

@@ -412,6 +412,8 @@ def test_the_address_that_was_checked_is_the_one_connected_to(trusted: tuple[str
         WebFile(f"{address}/a.jsonl", open_, timeout_s=5.0, resolve=two_faced)
     with pytest.raises(InvalidInput, match="not public"):
         WebFile(f"{address}/a.jsonl", RULES, timeout_s=5.0, resolve=lambda *_: ["93.184.215.14", "10.0.0.1"])
+    with WebFile(f"{address}/a.jsonl", open_, timeout_s=5.0, resolve=lambda *_: ["127.0.0.9", "127.0.0.1"]) as file:
+        assert file.read(2) == b'{"', "of several addresses the first that answers"
     # Each range is a request of its own, and a connection of its own to a checked address.
     answers[:] = ["127.0.0.1", "169.254.169.254"]
     file_at = open_at_any_place(f"{address}/b.jsonl", open_, timeout_s=5.0, resolve=two_faced)

@@ -16,6 +16,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.errors import Permanent, Transient
-from eyrie_api.ssrf_safe_http import address_for_job, check_known_address, environment_proxy, resolve_host
+from eyrie_api.ssrf_safe_http import addresses_for_job, check_known_address, environment_proxy
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GenerationFailure,
@@ -62,12 +63,18 @@ class PinnedTransport(httpx.HTTPTransport):
         """Raises AddressRefused for an address that the job may not connect to, and as httpx."""
         host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
         try:
-            address = address_for_job(host, resolve_host(host, port), self._rules)
+            *others, last = addresses_for_job(host, port, self._rules)
         except (OSError, ValueError) as error:
             raise httpx.ConnectError(str(error), request=request) from error
+        for address in others:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                return self._sent_to(address, request)
+        return self._sent_to(last, request)
+
+    def _sent_to(self, address: str, request: httpx.Request) -> httpx.Response:
         return super().handle_request(httpx.Request(
             request.method, request.url.copy_with(host=address), headers=request.headers, stream=request.stream,
-            extensions={**request.extensions, "sni_hostname": host}))
+            extensions={**request.extensions, "sni_hostname": request.url.host}))
 
 
 def _client(endpoint: GenerationEndpoint) -> httpx.Client:

@@ -35,7 +35,7 @@ from yarl import URL
 
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.errors import InvalidInput
-from eyrie_api.ssrf_safe_http import address_for_job, check_known_address, environment_proxy
+from eyrie_api.ssrf_safe_http import check_known_address, environment_proxy, require_allowed_for_job
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 30.0
@@ -145,7 +145,7 @@ class CheckedResolver(aiohttp.ThreadedResolver):
                       family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
         """Raises AddressRefused for a host with an address that the job may not connect to, OSError without any."""
         found = await super().resolve(host, port, family)
-        address_for_job(host, [result["host"] for result in found], self._rules)
+        require_allowed_for_job(host, [result["host"] for result in found], self._rules)
         return found
 
 
