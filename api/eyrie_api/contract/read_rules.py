@@ -1,5 +1,9 @@
 """Which files and addresses a job may read: decided at its submission, applied again by the stages that read them."""
 
+from typing import Any
+
+from pydantic import Field
+
 from eyrie_api.contract.model import Frozen
 
 
@@ -17,3 +21,9 @@ class ReadRules(Frozen):
 
     private_hosts: tuple[str, ...] = ()
     """Hosts that may have such addresses all the same: an administrator named them (EYRIE_CREDENTIAL_HOSTS)."""
+
+
+def reads_of_job() -> Any:
+    """A stage's field for them. It is not in the JSON of a stage that has none, whose digest it therefore does not
+    change: stages that finished before there were rules stay finished."""
+    return Field(None, exclude_if=lambda rules: rules is None)

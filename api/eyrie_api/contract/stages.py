@@ -19,7 +19,7 @@ from eyrie_api.contract.hardware import HardwareMeasurement, PlacedProfile
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.prove import ProveReport, ProveSpec
-from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.read_rules import ReadRules, reads_of_job
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.reports import (
     BenchmarkReport,
@@ -44,7 +44,7 @@ class RegenerateStage(Frozen):
     stage: Literal["regenerate"] = "regenerate"
     job_id: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     """Of the job: applied to the files and addresses that it names."""
 
     data: DataSpec
@@ -64,7 +64,7 @@ class CaptureStage(Frozen):
     stage: Literal["capture"] = "capture"
     job_id: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     capture: CaptureSpec
     rows_dir: str
     """Output directory of regenerate."""
@@ -114,7 +114,7 @@ class TrainStage(Frozen):
     job_id: str
     candidate: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     drafter: DrafterSpec
     train: TrainSpec
     store_dir: str
@@ -132,7 +132,7 @@ class BenchmarkStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     drafter_dir: str
     rival: RivalSpec | None = None
@@ -162,7 +162,7 @@ class TuneStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     tune: TuneSpec
     drafter_dir: str
@@ -181,7 +181,7 @@ class ProveStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
-    reads: ReadRules | None = None
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     """Its suites are where the prompts come from."""
 
