@@ -90,12 +90,14 @@ class Settings(FromVariables):
     a token."""
 
     webhooks_allow_private: bool = False
-    """Let webhooks go to private and loopback addresses too: for receivers in the same cluster."""
+    """Let webhooks and the URLs of projects' jobs lead to private and loopback addresses too: for receivers, data and
+    endpoints in the same cluster."""
 
     credential_hosts: str | None = Field(
         None, pattern=r"^ *[A-Z][A-Z0-9_]*=[^\s,=]+ *(, *[A-Z][A-Z0-9_]*=[^\s,=]+ *)*$")
     """Variables that jobs of projects may send, each with a host, for example
-    `OPENAI_API_KEY=api.openai.com,TEAM_API_KEY=llm.example`. Administrators' jobs are not restricted."""
+    `OPENAI_API_KEY=api.openai.com,TEAM_API_KEY=llm.example`. Such a host may have a private address. Administrators'
+    jobs are not restricted."""
 
     data_buckets: str | None = Field(None, pattern=r"^ *[^\s,]+ *(, *[^\s,]+ *)*$")
     """What jobs of projects may read of object stores, as `bucket` or `bucket/prefix`, separated by commas: stages read

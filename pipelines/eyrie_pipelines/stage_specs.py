@@ -59,7 +59,7 @@ def regenerate_spec(job: JobFile, job_dir: Path) -> RegenerateStage:
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     # Without the mix, which chooses among the rows that are captured.
     data = job.spec.data.model_copy(update={"mix": None})
-    return RegenerateStage(job_id=job.id, target=job.resolved.target, data=data,
+    return RegenerateStage(job_id=job.id, target=job.resolved.target, reads=job.resolved.reads, data=data,
                            engine=job.spec.engine, regenerate=job.spec.regenerate, exclude_prompts=suites,
                            reuse=tuple(str(stage_dir(job_dir.parent / earlier, "regenerate")) for earlier in job.reuse))
 
@@ -76,7 +76,7 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
-    return CaptureStage(job_id=job.id, target=job.resolved.target, capture=job.spec.capture,
+    return CaptureStage(job_id=job.id, target=job.resolved.target, reads=job.resolved.reads, capture=job.spec.capture,
                         engine=job.spec.engine, rows_dir=str(stage_dir(job_dir, "regenerate")),
                         families=job.resolved.captured.families, init_from=job.resolved.captured.init_from,
                         aux_layers=job.resolved.captured.aux_layers, seed=job.spec.data.seed,
@@ -92,8 +92,9 @@ def train_spec(job: JobFile, job_dir: Path, name: str) -> TrainStage:
     candidate = candidates[name]
     rows = None if candidate.mix is None else RowDraw(
         mix=candidate.mix, seed=job.spec.data.seed, compared=job.resolved.compared_mixes)
-    return TrainStage(job_id=job.id, candidate=name, target=job.resolved.target, drafter=candidate.drafter,
-                      train=candidate.train, store_dir=str(stage_dir(job_dir, "capture")), rows=rows)
+    return TrainStage(job_id=job.id, candidate=name, target=job.resolved.target, reads=job.resolved.reads,
+                      drafter=candidate.drafter, train=candidate.train, store_dir=str(stage_dir(job_dir, "capture")),
+                      rows=rows)
 
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
@@ -146,7 +147,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
     """The measurement of one checkpoint. Only the first of a job also times `transformers` as a reference."""
     return BenchmarkStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
+        reads=job.resolved.reads, benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
         rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
@@ -166,7 +167,8 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
     """The grid of draft-tree shapes for the selected checkpoint, and for the rival it has to beat, if any."""
     return TuneStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
+        reads=job.resolved.reads, benchmark=job.spec.benchmark, tune=job.spec.tune,
+        drafter_dir=str(job_dir / checkpoint.path),
         rival=None if rival is None else RivalDrafter(
             checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
         held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)
@@ -177,8 +179,8 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
     """The tuned checkpoint in the serving engine, compared with the incumbent and the tuned rival."""
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        benchmark=job.spec.benchmark, prove=job.spec.prove.model_copy(update={"hardware": None}),
-        drafter_dir=str(job_dir / checkpoint.path),
+        reads=job.resolved.reads, benchmark=job.spec.benchmark,
+        prove=job.spec.prove.model_copy(update={"hardware": None}), drafter_dir=str(job_dir / checkpoint.path),
         tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
         rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent,
         held_out_file=_held_out_file(job, job_dir))

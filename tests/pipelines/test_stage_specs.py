@@ -12,6 +12,7 @@ from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import JobPlacement
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.contract.sweep import SweepAxis, SweepSpec
 from eyrie_api.contract.tuning import DrafterUse, Setting
@@ -170,6 +171,20 @@ def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> Non
     assert digest_model(stage_specs.capture_spec(JOB, ROOT)) == digest_model(stage_specs.capture_spec(again, ROOT))
     elsewhere = stage_specs.capture_spec(JOB, Path("/other"))
     assert digest_model(stage_specs.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
+
+
+def test_every_stage_follows_the_rules_of_its_job_and_without_any_its_digest_is_as_before() -> None:
+    checkpoint = stage_specs.CheckpointRef(name="c", candidate="base", path="stages/train/base/checkpoints/c")
+    rules = ReadRules(home="/home", places=("jobs/mine",))
+    for reads in (rules, None):
+        job = JOB.model_copy(update={"resolved": JOB.resolved.model_copy(update={"reads": reads})})
+        specs = (stage_specs.regenerate_spec(job, ROOT), stage_specs.capture_spec(job, ROOT),
+                 stage_specs.train_spec(job, ROOT, job.resolved.candidates[0].name),
+                 stage_specs.benchmark_spec(job, ROOT, checkpoint, first=True),
+                 stage_specs.tune_spec(job, ROOT, checkpoint), stage_specs.prove_spec(job, ROOT, checkpoint, "tune"))
+        for spec in specs:
+            assert type(spec).model_validate_json(spec.model_dump_json()).reads == reads
+            assert ("reads" in spec.model_dump(mode="json")) == (reads is not None)
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:

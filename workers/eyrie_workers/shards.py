@@ -120,7 +120,7 @@ def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int
     """The client of a stage that regenerates in shards. Raises InvalidInput when broker or store are not configured."""
     store = open_store()
     order = ShardMessage(store_url=store.url, prefix=f"jobs/{spec.job_id}/regenerate-shards", shard="",
-                       target=spec.target, regenerate=spec.regenerate, context=context)
+                       target=spec.target, regenerate=spec.regenerate, context=context, reads=spec.reads)
     return ShardedClient(order=order, store=store, queue=CeleryShards(broker_url(), sharding), sharding=sharding,
                          tokenizer_dir=target_dir, warn=warn,
                          resend_after_s=2 * sharding.shard_visibility_timeout_s)

@@ -8,7 +8,8 @@ can be killed at any line and run again:
 - a manifest of another spec exists: refused, because an artifact is immutable;
 - two programs in one directory: the second is refused (advisory lock, freed by the kernel when its holder dies);
 - SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; the next run resumes;
-- an input that differs from its manifest's digest: refused, before any work (`verify_inputs`);
+- an input that differs from its manifest's digest, or a model's file that the job may not read: refused, before any
+  work (`verify_inputs`);
 - an EyrieError: `failure.json` with reason, message and hint, and the exit code of the error's class;
 - a full disk: the same as DiskFull, with an exit code of its own, since `failure.json` may not fit.
 
@@ -34,11 +35,23 @@ from typing import Generic, TypeVar
 from pydantic import ValidationError
 
 from eyrie_api import artifacts
+from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.records import EventRecord, Failure, MetricRecord, ProgressRecord
 from eyrie_api.contract.rules import rule_of
-from eyrie_api.contract.stages import FileEntry, HardwareStage, Manifest, StageReport
+from eyrie_api.contract.stages import (
+    BenchmarkStage,
+    CaptureStage,
+    FileEntry,
+    HardwareStage,
+    Manifest,
+    StageReport,
+    TrainStage,
+)
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import Conflict, DiskFull, EyrieError, InvalidInput, Transient, report_error
+from eyrie_api.file_rules import check_path
 from eyrie_api.full_disk import disk_full, is_full
 from eyrie_workers.catalog import ROWS_FILE, STORE_ADDRESS_FILE
 
@@ -276,7 +289,8 @@ def end_on_full_disk(error: DiskFull) -> int:
 def verify_inputs(spec: Frozen) -> None:
     """Compare what a stage reads of earlier stages with their manifests. The feature store is not among it: its reader
     verifies each block; nor are answers in an artifact store, which `data.rows` compares. Raises
-    ArtifactMissing or ArtifactCorrupt."""
+    ArtifactMissing or ArtifactCorrupt, and as `check_models`."""
+    check_models(spec)
     for name in ("rows_dir", "drafter_dir", "rival_dir", "held_out_file"):
         path = getattr(spec, name, None)
         if path is not None:
@@ -284,6 +298,23 @@ def verify_inputs(spec: Frozen) -> None:
             artifacts.verify_part(Path(path), leave_out=(ROWS_FILE,) if stored else ())
     if isinstance(spec, HardwareStage):
         verify_inputs(spec.proof)
+
+
+def check_models(spec: Frozen) -> None:
+    """Judge the directories of target and published drafters, whose links may have changed since the submission. Files
+    of data are judged when they are opened (`data.readers`). Raises InvalidInput."""
+    rules: ReadRules | None = getattr(spec, "reads", None)
+    target: TargetSpec | None = getattr(spec, "target", None)
+    if target is not None:
+        check_path("target.model", target.model, rules)
+    if isinstance(spec, BenchmarkStage) and spec.rival is not None and spec.rival.path is not None:
+        check_path("rivals: path", spec.rival.path, rules)
+    heads: Iterable[PublishedDrafter | None] = ()
+    if isinstance(spec, CaptureStage | TrainStage):
+        heads = spec.init_from if isinstance(spec, CaptureStage) else (spec.drafter.head,)
+    for head in heads:
+        if head is not None:
+            check_path("drafter.init_from", head.path, rules)
 
 
 def write_failure(stage: Stage, error: EyrieError) -> None:

@@ -17,6 +17,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.placement import LabelValue, StageKey
 from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.stages import ComparedMix
 from eyrie_api.contract.targets import TargetSpec
@@ -116,6 +117,9 @@ class ResolvedJob(Frozen):
     """How an endpoint serves what this job promotes."""
 
     demand: Demand = Demand()
+    reads: ReadRules | None = None
+    """None: its submitter has a role in all projects."""
+
     plan: Plan | None = None
     """None where the target's sizes were not known."""
 

@@ -19,6 +19,7 @@ from eyrie_api.contract.hardware import HardwareMeasurement, PlacedProfile
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.prove import ProveReport, ProveSpec
+from eyrie_api.contract.read_rules import ReadRules, reads_of_job
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.reports import (
     BenchmarkReport,
@@ -43,6 +44,9 @@ class RegenerateStage(Frozen):
     stage: Literal["regenerate"] = "regenerate"
     job_id: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
+    """Of the job: applied to the files and addresses that it names."""
+
     data: DataSpec
     engine: EngineSpec = EngineSpec()
     regenerate: RegenerateSpec
@@ -60,6 +64,7 @@ class CaptureStage(Frozen):
     stage: Literal["capture"] = "capture"
     job_id: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
     capture: CaptureSpec
     rows_dir: str
     """Output directory of regenerate."""
@@ -109,6 +114,7 @@ class TrainStage(Frozen):
     job_id: str
     candidate: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
     drafter: DrafterSpec
     train: TrainSpec
     store_dir: str
@@ -126,6 +132,7 @@ class BenchmarkStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     drafter_dir: str
     rival: RivalSpec | None = None
@@ -155,6 +162,7 @@ class TuneStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     tune: TuneSpec
     drafter_dir: str
@@ -173,6 +181,7 @@ class ProveStage(Frozen):
     checkpoint: str
     candidate: str
     target: TargetSpec
+    reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
     """Its suites are where the prompts come from."""
 

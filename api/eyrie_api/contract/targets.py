@@ -43,12 +43,18 @@ def trained_here(name: str) -> Path:
 
 QUICKSTART_SUITE_NAMES: tuple[str, ...] = ("chat", "math", "code", "tools")
 
+_REVISION = re.compile(r"[^\x00-\x20\x7f~^:?*\[\\-][^\x00-\x20\x7f~^:?*\[\\]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_id(model: str) -> bool:
     """Whether the text has the form of a Hub id, `org/name`. A relative path may have it too: stored jobs have none."""
     return _HUB_ID.fullmatch(model) is not None
+
+
+def is_revision(revision: str) -> bool:
+    """Whether it may be a branch, tag or commit, by Git's rules for names: none leads out of a directory of names."""
+    return _REVISION.fullmatch(revision) is not None and not set(revision.split("/")) & {"", ".", ".."}
 
 
 HELD_OUT = "held-out"

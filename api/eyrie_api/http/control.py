@@ -14,6 +14,7 @@ from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -90,15 +91,13 @@ class Control:
             webhooks=Webhooks(database, scope=scope, keys=self.secret_keys,
                               allow_private=self.settings.webhooks_allow_private))
 
-    def check_spec_policy(self, spec: JobSpec) -> None:
-        """Whether a job uses only paths and endpoints that its submitter may use. Raises InvalidInput."""
-        principal = self.scope.principal
-        if principal is not None and ALL_PROJECTS not in principal.roles:
-            spec_policy.check(spec, self.settings, self._is_mine)
-
-    def with_drafters_of_jobs(self, spec: JobSpec) -> JobSpec:
-        """See `planning.published_drafters`, with the jobs of the caller's scope."""
-        return with_drafters_of_jobs(spec, self.jobs.get, self.settings.home)
+    def checked(self, spec: JobSpec) -> tuple[JobSpec, ReadRules | None]:
+        """The job with the drafters of the jobs that it names (`planning.published_drafters`), and the rules for the
+        files and addresses that it reads; None: its submitter is not restricted. Raises InvalidInput."""
+        spec, principal = with_drafters_of_jobs(spec, self.jobs.get, self.settings.home), self.scope.principal
+        if principal is None or ALL_PROJECTS in principal.roles:
+            return spec, None
+        return spec, spec_policy.check(spec, self.settings, self._is_mine)
 
     def _is_mine(self, kind: str, name: str) -> bool:
         try:

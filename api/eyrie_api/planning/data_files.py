@@ -6,14 +6,17 @@ zstd by its first, since their rows need a library that the control plane does n
 """
 
 import gzip
+import io
 import json
 import os
 import zlib
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 from eyrie_api.chat_messages import Malformed
 from eyrie_api.contract.data import DataSource
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.conversation import NO_ANSWER, NO_USER, Conversation, conversation, decode_row, detect_layout
 from eyrie_api.data_files import (
     GZIP,
@@ -29,6 +32,7 @@ from eyrie_api.data_files import (
     saved_to_disk,
 )
 from eyrie_api.errors import NoUsableData
+from eyrie_api.file_rules import open_file
 from eyrie_api.planning.target_files import GIT_LFS, LFS_HINT
 
 _PARQUET = b"PAR1"
@@ -50,8 +54,8 @@ _HINTS = {NO_USER: "give conversations with the user's turns, which the target a
           NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 
 
-def check_data_source(source: DataSource, answered: bool = False) -> None:
-    """Raises NoUsableData, naming the file and its first row's fault.
+def check_data_source(source: DataSource, answered: bool = False, rules: ReadRules | None = None) -> None:
+    """Raises NoUsableData, naming the file and its first row's fault; InvalidInput for one that may not be read.
 
     answered   as `data.answered`: each row has to end with an answer
     """
@@ -67,20 +71,21 @@ def check_data_source(source: DataSource, answered: bool = False) -> None:
         raise NoUsableData(f"data file {source.path!r}: no such file on the server",
                            "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
     for file in files[:_CHECKED_FILES]:
-        _check_file(source.path if len(files) == 1 else str(file), file, source, answered)
+        _check_file(source.path if len(files) == 1 else str(file), file, source, answered, rules)
 
 
-def _check_file(name: str, path: Path, source: DataSource, answered: bool) -> None:
+def _check_file(name: str, path: Path, source: DataSource, answered: bool, rules: ReadRules | None) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path, rules, "data file") as file:
             start = file.read(len(GIT_LFS))
             size = file.seek(0, 2)
             file.seek(max(0, size - len(_PARQUET)))
             end = file.read()
-        _check_kind(name, path.suffix, size, start, end)
-        if path.suffix not in (PARQUET, ZSTD):
+            file.seek(0)
+            _check_kind(name, path.suffix, size, start, end)
             # A file none of whose sampled rows can be used is refused with the fault of the first.
-            rows = first_rows(path)
+            rows = [] if path.suffix in (PARQUET, ZSTD) else first_rows(file, path.suffix)
+        if path.suffix not in (PARQUET, ZSTD):
             if not rows:
                 raise NoUsableData(f"data file {name!r} holds no rows", "give a file with one conversation per line")
             usable, fault = usable_rows(rows, source, answered)
@@ -114,12 +119,12 @@ def usable_rows(rows: list[bytes], source: DataSource, answered: bool) -> tuple[
     return usable, first
 
 
-def first_rows(path: Path, most: int = _SAMPLE_ROWS) -> list[bytes]:
+def first_rows(packed: io.BufferedReader, suffix: str, most: int = _SAMPLE_ROWS) -> list[bytes]:
     """At most `most` rows of the file's beginning: lines that are not blank, or an array's elements.
 
     Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
     """
-    with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+    with gzip.open(packed) if suffix == GZIP else nullcontext(packed) as file:
         start = file.read(_SAMPLE_BYTES)
         file.seek(0)
         if begins_array(start):

@@ -20,10 +20,21 @@ from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.resolved import PlacedGpus
-from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, is_hub_id, trained_here
+from eyrie_api.contract.targets import (
+    HELD_OUT,
+    QUICKSTART,
+    TRAINED_HERE,
+    JobTarget,
+    is_hub_id,
+    is_revision,
+    trained_here,
+)
 from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
 from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound, UnsupportedTarget
+from eyrie_api.file_rules import open_file
 from eyrie_api.planning.data_files import check_data_source, first_rows, usable_rows
 from eyrie_api.planning.hardware import memory_of
 from eyrie_api.planning.placement import read_profile
@@ -88,7 +99,7 @@ class Facts:
         return self.engine_device(gpus, serving) == "gpu" and os.environ.get("EYRIE_DEVICE") != "cpu"
 
 
-def read_facts(spec: JobSpec, settings: Settings) -> Facts:
+def read_facts(spec: JobSpec, settings: Settings, rules: ReadRules | None = None) -> Facts:
     """Read target and data of a job, whose sources are checked first: reading may wait where a file is none. Raises
     InvalidInput or NoUsableData for a source, TargetNotFound and UnsupportedTarget."""
     profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
@@ -97,7 +108,7 @@ def read_facts(spec: JobSpec, settings: Settings) -> Facts:
             continue  # stages run in pods, which may have files that this server has not
         try:
             if local_path(source.path) is not None:
-                check_data_source(source, spec.data.answered)
+                check_data_source(source, spec.data.answered, rules)
             elif not is_hub_id(source.path):
                 raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
                                    "give a file, directory or pattern, an s3:// or https:// URL, a Hub id org/name, or "
@@ -106,7 +117,7 @@ def read_facts(spec: JobSpec, settings: Settings) -> Facts:
             raise type(error)(f"data.sources[{number}].path: {error.message}", error.hint) from None
     directory = target_dir(spec.target)
     return Facts(profile, local_device(), has_sglang(settings), directory,
-                 {} if directory is None else read_config(directory), data_facts(spec.data, directory))
+                 {} if directory is None else read_config(directory), data_facts(spec.data, directory, rules))
 
 
 def is_missing(path: str) -> bool:
@@ -194,8 +205,17 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={
         "target": spec.target.model_copy(update={"model": _absolute(spec.target.model)}),
         "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
+        "promotion": _with_absolute_traffic(spec.promotion),
         "drafter": spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)}),
         "sweep": spec.sweep.model_copy(update={"axes": axes}), "benchmark": benchmark})
+
+
+def _with_absolute_traffic(promotion: PromotionPolicy) -> PromotionPolicy:
+    drift = promotion.drift
+    if drift.traffic_file is None or is_remote(drift.traffic_file):
+        return promotion
+    path = str(Path(drift.traffic_file).expanduser().absolute())
+    return promotion.model_copy(update={"drift": drift.model_copy(update={"traffic_file": path})})
 
 
 def _absolute(path: str) -> str:
@@ -240,10 +260,9 @@ def target_dir(target: JobTarget) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
     revision = target.revision or "main"
-    if "\0" in revision:
-        raise TargetNotFound(f"target.revision {revision!r} is no branch, tag or commit", "name one, or leave it out")
-    if ".." in revision:
-        return None
+    if not is_revision(revision):
+        raise TargetNotFound(f"revision {revision!r} of {target.model} is no branch, tag or commit",
+                             "name one, or leave it out")
     with contextlib.suppress(OSError):  # not a branch or tag in the cache: taken as a commit
         revision = (cache / "refs" / revision).read_text().strip()
     path = cache / "snapshots" / revision
@@ -290,14 +309,15 @@ def stored_dtype(config: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def data_facts(data: DataSpec, target: Path | None = None) -> DataFacts:
+def data_facts(data: DataSpec, target: Path | None = None, rules: ReadRules | None = None) -> DataFacts:
     """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled.
 
     target   directory of the target, whose chat template decides which conversations it answers; None: not here
 
-    Raises NoUsableData where it answers none of the first rows of a source.
+    Raises NoUsableData where it answers none of the first rows of a source, InvalidInput for a file that may not be
+    read.
     """
-    samples = [_sample(source, number, data.answered, target) for number, source in enumerate(data.sources)]
+    samples = [_sample(source, number, data.answered, target, rules) for number, source in enumerate(data.sources)]
     total = sum(sample.rows or 0 for sample in samples)
     if not total or any(sample.prompt_tokens is None for sample in samples):
         return DataFacts()
@@ -311,7 +331,8 @@ def data_facts(data: DataSpec, target: Path | None = None) -> DataFacts:
                      source_rows=dict(zip(data.source_names, accepted, strict=True)))
 
 
-def _sample(source: DataSource, number: int, answered: bool, target: Path | None) -> DataFacts:
+def _sample(source: DataSource, number: int, answered: bool, target: Path | None,
+            rules: ReadRules | None) -> DataFacts:
     if source.path == QUICKSTART:
         return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
                          _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
@@ -319,7 +340,8 @@ def _sample(source: DataSource, number: int, answered: bool, target: Path | None
     if not files or any(file.suffix != ".jsonl" for file in files):
         return DataFacts()
     size = sum(file.stat().st_size for file in files)
-    lines = first_rows(files[0], _SAMPLE_ROWS)
+    with open_file(files[0], rules, "data file") as file:
+        lines = first_rows(file, files[0].suffix, _SAMPLE_ROWS)
     if not lines:
         return DataFacts()
     mean = sum(map(len, lines)) / len(lines)

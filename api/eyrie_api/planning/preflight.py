@@ -26,6 +26,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import PlacementRequest, S3Work
 from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import CaptureReport, RegenerateReport
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.status import Job
@@ -159,22 +160,26 @@ Check = Callable[[Submission], None]
 """Raises an error of `eyrie_api.errors` whose message names the field, its value and the rule."""
 
 
-def check(spec: JobSpec, settings: Settings) -> ResolvedJob:
+def check(spec: JobSpec, settings: Settings, rules: ReadRules | None = None) -> ResolvedJob:
     """The job as it is accepted, with its plan where the target's sizes are known. Raises InvalidInput, DiskTooSmall
-    and the like, with a hint."""
-    submission = _checked(spec, settings)
+    and the like, with a hint.
+
+    rules   of `spec_policy.check`, which its stages follow; None: its submitter has a role in all projects
+    """
+    submission = _checked(spec, settings, rules)
     for lacks in CAPACITY_CHECKS:
         for error in lacks(submission):
             raise error
     return submission.job
 
 
-def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Plan:
+def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = (),
+         rules: ReadRules | None = None) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config.json is not on this machine.
 
     earlier   jobs of the same project, newest first: the answers that they have generated are not generated again
     """
-    submission = _checked(spec, settings, earlier)
+    submission = _checked(spec, settings, rules, earlier)
     planned = submission.job.plan
     if planned is None:
         revision = "" if spec.target.revision is None else f" --revision {spec.target.revision}"
@@ -187,14 +192,17 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
     return planned.model_copy(update={"warnings": (*warnings, *planned.warnings)})
 
 
-def _checked(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Submission:
+def _checked(spec: JobSpec, settings: Settings, rules: ReadRules | None,
+             earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Submission:
     with reading(f"target.model {spec.target.model!r}, or the data or a drafter of the job"):
-        return _checks(spec, settings, earlier)
+        return _checks(spec, settings, rules, earlier)
 
 
-def _checks(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, ResolvedJob]]) -> Submission:
-    facts = read_facts(spec, settings)
-    submission = Submission(resolve(with_absolute_paths(spec), facts), facts, settings)
+def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
+            earlier: Sequence[tuple[Job, ResolvedJob]]) -> Submission:
+    facts = read_facts(spec, settings, rules)
+    resolved = resolve(with_absolute_paths(spec), facts).model_copy(update={"reads": rules})
+    submission = Submission(resolved, facts, settings)
     for passes in CHECKS:
         passes(submission)
     if facts.sizes is None:

@@ -5,23 +5,25 @@ projects share an installation, a caller without a role in all projects must not
 returns: another project's files under EYRIE_HOME, directories of the system, secrets of Eyrie or of a cloud. The check
 does not apply to callers with a role in all projects (`Control.check_spec_policy`).
 
-Only the names are checked, at submission. Host names in URLs are not resolved: to restrict the network of stages, use a
-Kubernetes NetworkPolicy.
+The result of the check is part of the job (`contract.read_rules`): stages apply it again to the files that they open
+(`eyrie_api.file_rules`) and to the addresses that host names have then (`eyrie_api.ssrf_safe_http`). Here host names
+are not resolved.
 """
 
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.targets import JobTarget, is_revision
 from eyrie_api.data_files import S3, is_remote
 from eyrie_api.errors import InvalidInput
+from eyrie_api.file_rules import judge, place_of, reached
 from eyrie_api.settings import Settings
 from eyrie_api.ssrf_safe_http import is_allowed
 
-_SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))
 _METADATA = ("metadata.google.internal", "metadata")
 _NOT_FOR_JOBS = ("EYRIE_", "AWS_")
 
@@ -29,9 +31,11 @@ IsMine = Callable[[str, str], bool]
 """(`jobs` or `endpoints`, id or name) -> whether that directory under EYRIE_HOME is in a project of the caller."""
 
 
-def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
-    """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
-    home = settings.home.resolve()
+def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> ReadRules:
+    """The rules that the stages of the job follow. Raises InvalidInput naming the field with a path, variable or URL
+    that is not allowed."""
+    rules = ReadRules(home=str(settings.home.absolute()), allow_private=settings.webhooks_allow_private,
+                      private_hosts=tuple(sorted({host for _, host in credential_hosts(settings) if host})))
     for field, text in _paths(spec):
         if text.startswith(S3):
             # By parts: team-a/x is below team-a, and team-abc is not.
@@ -41,13 +45,10 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
             if ".." in wanted or not any(wanted[:len(parts)] == parts for parts in allowed):
                 raise InvalidInput(f"{field} {text} is not of a bucket that jobs of projects may read",
                                    "ask an administrator to add its bucket/prefix to EYRIE_DATA_BUCKETS")
-            continue
-        if is_remote(text):
-            _check_host(field, text, "give a public address of the data")
-            continue
-        path = Path(text).expanduser()
-        if path.is_absolute() or path.exists():
-            _check_path(field, path.resolve(), home, is_mine)
+        elif is_remote(text):
+            _check_host(field, text, rules, "give a public address of the data")
+        else:
+            rules = _with_places(field, text, rules, settings, is_mine)
     variable = spec.regenerate.api_key_env
     if variable is not None and (variable.startswith(_NOT_FOR_JOBS) or not variable.endswith("_API_KEY")):
         raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
@@ -56,10 +57,19 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> None:
     if spec.regenerate.base_url is not None:
         urls.insert(0, ("regenerate.base_url", spec.regenerate.base_url))
     for field, url in urls:
-        host = _check_host(field, url, "give the endpoint's address")
+        host = _check_host(field, url, rules, "give the endpoint's address")
         if variable is not None and (variable, host) not in credential_hosts(settings):
             raise InvalidInput(f"{field} names {host}, and {variable} may not be sent there",
                                f"ask an administrator to add {variable}={host} to EYRIE_CREDENTIAL_HOSTS")
+    return rules
+
+
+def check_target(target: JobTarget, settings: Settings, is_mine: IsMine) -> None:
+    """Of an endpoint that serves a target without a job. Raises InvalidInput for files that may not be read."""
+    _with_places("target.model", target.model, ReadRules(home=str(settings.home.absolute())), settings, is_mine)
+    if target.revision is not None and not is_revision(target.revision):
+        raise InvalidInput(f"target.revision {target.revision!r} is no branch, tag or commit",
+                           "name one, or leave it out")
 
 
 def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:
@@ -68,13 +78,13 @@ def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:
     return frozenset((variable.strip(), host.strip().lower()) for variable, _, host in pairs)
 
 
-def _check_host(field: str, url: str, hint: str) -> str:
+def _check_host(field: str, url: str, rules: ReadRules, hint: str) -> str:
     """The host of a URL, in lower case. Raises InvalidInput for one that jobs may not send requests to."""
     try:
         host = (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:  # an unclosed bracket
         host = ""
-    if host in _METADATA or not _may_be_asked(host):
+    if host in _METADATA or not _may_be_asked(host, rules.allow_private or host in rules.private_hosts):
         raise InvalidInput(f"{field} names {host}, which jobs may not ask", hint)
     return host
 
@@ -94,21 +104,22 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
         if axis.field == "drafter.init_from":
             yield from (("sweep.axes: drafter.init_from", str(value)) for value in axis.values)
     if spec.promotion.drift.traffic_file is not None:
-        yield "promotion.drift.traffic_file", str(spec.promotion.drift.traffic_file)
+        yield "promotion.drift.traffic_file", spec.promotion.drift.traffic_file
 
 
-def _check_path(field: str, path: Path, home: Path, is_mine: IsMine) -> None:
-    if any(path.is_relative_to(directory) for directory in _SYSTEM if not home.is_relative_to(directory)):
-        raise InvalidInput(f"{field} {path} is a file of the system", "give a model or data meant for jobs")
-    if home.is_relative_to(path):
-        raise InvalidInput(f"{field} {path} holds Eyrie's own directory", "name the file or directory that is meant")
-    if path.is_relative_to(home):
-        kind, name = (*path.relative_to(home).parts[:2], "", "")[:2]
-        if kind not in ("jobs", "endpoints") or not is_mine(kind, name):
-            raise InvalidInput(f"{field} {path} is not there, or not of your project", "list the jobs you may read")
+def _with_places(field: str, text: str, rules: ReadRules, settings: Settings, is_mine: IsMine) -> ReadRules:
+    """The rules with the project's jobs and endpoints whose files a path names. Raises InvalidInput for a path that may
+    not be read."""
+    home = settings.home.resolve()
+    for path in reached(field, text):
+        place = place_of(path, home)
+        if place is not None and place not in rules.places and is_mine(*place.split("/")):
+            rules = rules.model_copy(update={"places": (*rules.places, place)})
+        judge(field, text, path, rules)
+    return rules
 
 
-def _may_be_asked(host: str) -> bool:
+def _may_be_asked(host: str, allow_private: bool) -> bool:
     """An address in any form that the resolver takes (`2852039166`, `0xa9fea9fe`, `0251.0376.169.254`) is checked as
     the address that it stands for; other scripts' digits are refused, since clients normalise them."""
     if not host or not host.isascii():
@@ -119,5 +130,5 @@ def _may_be_asked(host: str) -> bool:
         try:
             address = ipaddress.IPv4Address(socket.inet_aton(host))
         except OSError:
-            return True  # a host name, not an IP address
-    return is_allowed(str(address), allow_private=True)
+            return allow_private or host.rpartition(".")[2] != "localhost"  # a host name, not an IP address
+    return is_allowed(str(address), allow_private=allow_private)

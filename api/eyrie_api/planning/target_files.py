@@ -218,7 +218,8 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         raise UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
                                 "copy the weight files next to its config.json")
     listed = read_object(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+    if not isinstance(listed, dict) or not listed or not all(
+            isinstance(name, str) and Path(name).name == name for name in listed.values()):
         raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
     files = sorted(set(listed.values()))
     missing = [name for name in files if not (directory / name).is_file()]

@@ -36,7 +36,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, WaitingObjects
-from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
+from eyrie_api.errors import EyrieError, Forbidden, InvalidInput, NotFound, Transient
 from eyrie_api.planning import preflight, spec_policy
 from eyrie_api.planning.placement import read_profile
 from eyrie_api.planning.published_drafters import with_drafters_of_jobs
@@ -399,7 +399,7 @@ class Controller:
             else:
                 try:
                     moved = self._execute_one(key, action, resource.identity) or moved
-                except (QuotaReached, PriorityClassRefused) as refusal:
+                except (QuotaReached, PriorityClassRefused, InvalidInput) as refusal:
                     if isinstance(action, act.ChangeJob) and isinstance(refusal, QuotaReached):
                         project = self._jobs.project_of(action.job_id)
                         self._execute(key, resource, self._wait(resource.identity, project, refusal))
@@ -448,9 +448,10 @@ class Controller:
                 change: Callable[[str], object] = self._jobs.cancel if action.change == "cancel" else self._jobs.retry
                 change(action.job_id)
             case act.CreateEndpoint():
-                self._endpoints.create(action.name, action.target, action.serve, action.model,
-                                       self._project_at(identity.namespace), replicas_of(action.serve, self._profile),
-                                       checked=True)
+                project = self._project_at(identity.namespace)
+                spec_policy.check_target(action.target, self._settings, self._belongs_to(project))
+                self._endpoints.create(action.name, action.target, action.serve, action.model, project,
+                                       replicas_of(action.serve, self._profile), checked=True)
             case act.UpdateServing():
                 target = self._endpoints.serving(action.name).target
                 is_on = self._endpoints.get(action.name).desired == "on"
@@ -473,10 +474,10 @@ class Controller:
                 spec = endpoint_names.with_project_endpoint(action.spec, project)
                 # The same checks as for a REST caller with access to this project only, in namespaces without a project
                 # too: who may create objects there is not an administrator of the installation.
-                spec_policy.check(spec, self._settings, self._belongs_to(project))
                 viewed = Jobs(self._database, scope=_viewer_of(project))
                 spec = with_drafters_of_jobs(spec, viewed.get, self._settings.home)
-                done = self._jobs.submit_once(preflight.check(spec, self._settings), once, project,
+                rules = spec_policy.check(spec, self._settings, self._belongs_to(project))
+                done = self._jobs.submit_once(preflight.check(spec, self._settings, rules), once, project,
                                               None if resource.spec is None else resource.spec.job)
         except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)

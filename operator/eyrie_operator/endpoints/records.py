@@ -24,7 +24,6 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.data import DataSource
 from eyrie_api.contract.families import FAMILIES
-from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.status import Endpoint, Job, Revision
@@ -36,6 +35,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Once, Replay
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
+from eyrie_api.file_rules import open_file, place_of
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import Conditions, observe
@@ -69,18 +69,21 @@ class Drift:
         """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
-        traffic = None if promoted is None else self._traffic(promoted.spec, directory, f"{action.revision}-{window}")
-        started, data, retraining = None, {}, None
-        if promoted is None or traffic is None:
-            outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
-                       _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
-        else:
-            try:
-                retraining = retraining_job(promoted.id, self._jobs.resolved(promoted.id), endpoint, traffic,
+        started, data, retraining, traffic = None, {}, None, None
+        try:
+            resolved = None if promoted is None else self._jobs.resolved(promoted.id)
+            traffic = None if resolved is None else self._traffic(resolved, directory, f"{action.revision}-{window}")
+            if promoted is None or resolved is None or traffic is None:
+                outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
+                           _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
+            else:
+                retraining = retraining_job(promoted.id, resolved, endpoint, traffic,
                                             "" if serving is None else serving.checkpoint or "",
                                             None if serving is None else self._head(serving))
-            except InvalidInput as refused:  # a rival serves, and the sweep is over mixes of data that is replaced
-                outcome = f"no retraining is offered: {refused.message}"
+        except InvalidInput as refused:
+            # The user's log may not be read (any more); or a rival serves, and the sweep is over mixes of data that is
+            # replaced.
+            outcome = f"no retraining is offered: {refused.message}"
         if promoted is not None and retraining is not None:
             data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
             outcome = "a job that retrains on recent traffic is offered"
@@ -99,10 +102,10 @@ class Drift:
                                    revision=action.revision, once=f"retraining/{once}")
         log.warning("endpoint %s: %s; %s", endpoint, action.message, outcome)
 
-    def _traffic(self, spec: JobSpec, directory: Path, name: str) -> str | None:
+    def _traffic(self, promoted: ResolvedJob, directory: Path, name: str) -> str | None:
         """What the job reads: a log at an address, or a copy, written once, of the recent traffic or of the user's log.
-        None when there is no traffic that stages could read."""
-        own = spec.promotion.drift.traffic_file
+        None when there is no traffic that stages could read. Raises InvalidInput for a log that may not be read."""
+        own = promoted.spec.promotion.drift.traffic_file
         if own is not None and is_remote(own):
             return own
         if self._stored is not None:
@@ -112,8 +115,10 @@ class Drift:
         if not to.exists():
             if not source.is_file() or source.stat().st_size == 0:
                 return None
-            to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_latest(source, to, KEPT_ROWS)
+            rules = None if own is None else promoted.reads
+            with open_file(source, rules, "promotion.drift.traffic_file") as file:
+                to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_latest(file, to, KEPT_ROWS)
         return str(to)
 
     def _head(self, serving: Revision) -> Path | None:
@@ -146,8 +151,14 @@ def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: s
         "data": spec.data.model_copy(update={"sources": sources, "mix": None}),
         "serve": spec.serve.model_copy(update={"endpoint": endpoint}),
         "labels": {**spec.labels, "retrained-from": job_id}}
-    return derive(spec.model_copy(update=changes), promoted.gpus, promoted.serving_gpus,
-                  on_cluster=promoted.on_cluster, demand=promoted.demand)
+    reads = promoted.reads
+    if reads is not None:  # what the control plane adds is of the same project
+        of_head = None if head is None else place_of(head, Path(reads.home))
+        places = (*reads.places, f"endpoints/{endpoint}", *(() if of_head is None else (of_head,)))
+        reads = reads.model_copy(update={"places": tuple(dict.fromkeys(places))})
+    job = derive(spec.model_copy(update=changes), promoted.gpus, promoted.serving_gpus,
+                 on_cluster=promoted.on_cluster, demand=promoted.demand)
+    return job.model_copy(update={"reads": reads})
 
 
 class EndpointRecords:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import Field
 
@@ -113,7 +113,8 @@ class TrafficRecorder:
         assert self._rows is not None
         self._rows += 1
         if self._rows > rules.latest + rules.latest // 4:
-            self._rows = write_latest(self._path, self._path, rules.latest)
+            with self._path.open("rb") as file:
+                self._rows = write_latest(file, self._path, rules.latest)
             self._inode = self._path.stat().st_ino
 
     def _row(self, body: bytes) -> bytes | None:
@@ -161,10 +162,9 @@ def _recorded_before(row: bytes, oldest: datetime) -> bool:
         return bool(row)
 
 
-def write_latest(source: Path, to: Path, latest: int) -> int:
+def write_latest(source: IO[bytes], to: Path, latest: int) -> int:
     """Write the last rows of a traffic file atomically, with mode 0600; returns their number."""
-    with source.open("rb") as file:
-        rows = deque(file, maxlen=latest)
+    rows = deque(source, maxlen=latest)
     _replace(to, rows, ".new")
     return len(rows)
 

@@ -187,6 +187,28 @@ def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(ha
     assert harness.endpoints.serving("chat").serve.replicas == 3
 
 
+def test_a_draft_endpoint_does_not_serve_files_that_its_namespaces_project_may_not_read(
+        harness: Harness, tmp_path: Path) -> None:
+    one = controller(harness, Clock(), mirror="eyrie", projects={"search": "search"})
+    link = tmp_path / "link"
+    link.symlink_to(one._settings.home / "jobs" / "theirs" / "stages")
+    for target, says in (({"model": "/etc"}, "file of the system"), ({"model": str(link)}, "not of your project"),
+                         ({"model": "org/name", "revision": "/etc"}, "no branch, tag or commit")):
+        raw = draft_endpoint("search")
+        raw["spec"]["target"] = target
+        raw["metadata"]["labels"] = {}
+        path = f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"
+        harness.server.put(path, raw)
+        one.handle_event("DraftEndpoint", "MODIFIED", harness.server.objects[path])
+        while len(one.queue):
+            assert one.process_next()
+        (accepted,) = (each for each in harness.server.objects[path]["status"]["conditions"]
+                       if each["type"] == "Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "InvalidInput")
+        assert says in accepted["message"]
+        assert harness.endpoints.list().items == ()
+
+
 def pending(run_id: str, namespace: str = "kubeflow") -> tuple[str, dict[str, Any]]:
     """Path and object of a pod of a training that no node fits."""
     pod = unscheduled_pod(labels={"pipeline/runid": run_id})

@@ -1,11 +1,14 @@
 """Data in buckets and on web servers, read where the stage runs: real servers, nothing copied to disk."""
 
+import contextlib
 import gzip
 import io
 import ipaddress
 import json
 import os
 import re
+import socket
+import socketserver
 import ssl
 import subprocess
 import sys
@@ -26,8 +29,10 @@ from pyarrow import parquet
 
 from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.conversation import Conversation
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.ssrf_safe_http import WebFile, open_at_any_place
 from eyrie_workers.data.overlap import BenchmarkPrompts
 from eyrie_workers.data.readers import check_source, read_conversations
 from eyrie_workers.data.suites import excluded_prompts, load_suite
@@ -189,12 +194,13 @@ def test_valid_credentials_without_permission_for_an_object_are_an_error_that_na
 
 
 def certificate(directory: Path) -> Path:
-    """A certificate of 127.0.0.1 and its key, in one file."""
+    """A certificate of 127.0.0.1 and data.internal and its key, in one file."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "t")])
     made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
             .serial_number(1).not_valid_before(datetime.now(UTC) - timedelta(days=1))
             .not_valid_after(datetime.now(UTC) + timedelta(days=1))
-            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+                                                         x509.DNSName("data.internal")]), False)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
             .sign(key, hashes.SHA256()))
     path = directory / "server.pem"
@@ -261,7 +267,6 @@ def test_files_of_a_web_server_are_streamed_and_what_is_not_there_is_named(web: 
     address, files, pem = web
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json"):
         (files / name).write_bytes(FORMS[name])
-    # aiohttp reads the certificates that it trusts when it is imported.
     done = subprocess.run(
         [sys.executable, "-c", _READ, *(f"{address}/{name}" for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst",
                                                                           "a.json", "none.jsonl"))],
@@ -290,6 +295,191 @@ def test_a_certificate_that_is_not_trusted_is_not_ignored(web: tuple[str, Path, 
     (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
     with pytest.raises(EyrieError, match=r"a\.jsonl"):
         questions(f"{address}/a.jsonl")
+
+
+RULES = ReadRules(home="/nowhere")
+"""Of a project's job: public addresses alone."""
+
+
+@pytest.fixture
+def trusted(web: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """Address and directory of the server with TLS, whose certificate is trusted."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(web[2]))
+    return web[:2]
+
+
+class _Redirects(_Ranges):
+    """Answers `/to/...` with a redirect to what follows, `/down/NAME` to the same file by plain http elsewhere, and
+    `/cut/NAME` with half of the file."""
+
+    elsewhere = ""
+
+    def do_GET(self) -> None:
+        kind, _, rest = self.path.removeprefix("/").partition("/")
+        if kind in ("to", "down"):
+            self.send_response(302)
+            self.send_header("Location", f"{self.elsewhere}/{rest}" if kind == "down" else f"/{rest}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif kind == "cut":
+            data = Path(self.translate_path(f"/{rest}")).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[:len(data) // 2])
+            self.close_connection = True
+        else:
+            super().do_GET()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Address of a server on loopback without TLS, and what was requested of it."""
+    asked: list[str] = []
+
+    class Answers(_Quiet):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "a.jsonl").write_bytes(FORMS["a.jsonl"])
+    (inside / "a.parquet").write_bytes(FORMS["a.parquet"])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Answers, directory=str(inside)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("web", [_Redirects], indirect=True)
+def test_a_redirect_to_another_server_or_scheme_is_not_followed(
+        trusted: tuple[str, Path], plain: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, files = trusted
+    (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
+    other = "https://localhost:" + address.rpartition(":")[2]
+    for elsewhere in (plain[0], address.replace("https", "http"), other, address[:-1] + ("1" if address[-1] != "1" else
+                                                                                         "2")):
+        monkeypatch.setattr(_Redirects, "elsewhere", elsewhere)
+        for name in ("a.jsonl", "a.parquet"):
+            with pytest.raises(InvalidInput, match="another host, port or scheme is not followed"):
+                questions(f"{address}/down/{name}")
+    assert plain[1] == []
+    assert questions(f"{address}/to/a.jsonl") == EXPECTED, "another path of the same server"
+    with pytest.raises(InvalidInput, match="redirects more than"):
+        questions(f"{address}/to/to/to/to/to/to/to/a.jsonl")
+
+
+@pytest.mark.parametrize("web", [_Redirects], indirect=True)
+def test_a_file_whose_connection_ends_early_is_not_half_a_file(trusted: tuple[str, Path]) -> None:
+    address, files = trusted
+    (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
+    with pytest.raises(Transient, match="bytes before the file"):
+        questions(f"{address}/cut/a.jsonl")
+
+
+@pytest.mark.parametrize("web", [_Ranges], indirect=True)
+def test_a_projects_job_reads_no_private_address_unless_an_administrator_allows_it(trusted: tuple[str, Path]) -> None:
+    address, files = trusted
+    open_ = RULES.model_copy(update={"allow_private": True})
+    named = RULES.model_copy(update={"private_hosts": ("127.0.0.1",)})
+    for name in ("a.jsonl", "a.parquet"):
+        (files / name).write_bytes(FORMS[name])
+        source = DataSource(path=f"{address}/{name}")
+        with pytest.raises(InvalidInput, match="not public"):
+            list(read_conversations(source, RULES))
+        with pytest.raises(InvalidInput, match="not public"):
+            load_suite(SuiteSpec(name="s", path=source.path), rules=RULES)
+        for rules in (None, open_, named):
+            assert len(list(read_conversations(source, rules))) == 300
+
+
+@pytest.mark.parametrize("web", [_Ranges], indirect=True)
+def test_the_address_that_was_checked_is_the_one_connected_to(trusted: tuple[str, Path]) -> None:
+    address, files = trusted
+    (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
+    (files / "b.jsonl").write_bytes(b"x" * (6 << 20))
+    answers = ["127.0.0.1", "169.254.169.254"]
+    open_ = RULES.model_copy(update={"allow_private": True})
+
+    def two_faced(_host: str, _port: int) -> list[str]:
+        return [answers.pop(0)]
+
+    with WebFile(f"{address}/a.jsonl", open_, timeout_s=5.0, resolve=two_faced) as file:
+        assert io.BufferedReader(file).read() == FORMS["a.jsonl"]
+    with pytest.raises(InvalidInput, match="not public"):
+        WebFile(f"{address}/a.jsonl", open_, timeout_s=5.0, resolve=two_faced)
+    with pytest.raises(InvalidInput, match="not public"):
+        WebFile(f"{address}/a.jsonl", RULES, timeout_s=5.0, resolve=lambda *_: ["93.184.215.14", "10.0.0.1"])
+    with WebFile(f"{address}/a.jsonl", open_, timeout_s=5.0, resolve=lambda *_: ["127.0.0.9", "127.0.0.1"]) as file:
+        assert file.read(2) == b'{"', "of several addresses the first that answers"
+    # Each range is a request of its own, and a connection of its own to a checked address.
+    answers[:] = ["127.0.0.1", "169.254.169.254"]
+    file_at = open_at_any_place(f"{address}/b.jsonl", open_, timeout_s=5.0, resolve=two_faced)
+    with pytest.raises(InvalidInput, match="not public"):
+        file_at.read(1)
+
+
+class _Proxy(socketserver.StreamRequestHandler):
+    """Forwards the tunnels of `me:sesame` to one port, whatever host they name."""
+
+    port, asked = 0, list[str]()
+
+    def handle(self) -> None:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += self.rfile.readline()
+        self.asked.append(head.decode())
+        if b"Basic bWU6c2VzYW1l" not in head:
+            self.wfile.write(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+            return
+        self.wfile.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", self.port)) as beyond:
+            threading.Thread(target=self._back, args=(beyond,), daemon=True).start()
+            while data := self.connection.recv(65536):
+                beyond.sendall(data)
+
+    def _back(self, beyond: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := beyond.recv(65536):
+                self.connection.sendall(data)
+
+
+def test_a_proxy_of_the_environment_is_used_and_does_not_lead_to_private_addresses(
+        trusted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, files = trusted
+    (files / "a.jsonl").write_bytes(FORMS["a.jsonl"])
+    port = int(address.rpartition(":")[2])
+    monkeypatch.setattr(_Proxy, "port", port)
+    monkeypatch.setattr(_Proxy, "asked", [])
+    for name in ("NO_PROXY", "no_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Proxy) as proxy:
+        proxy.daemon_threads = True
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        where = f"127.0.0.1:{proxy.server_address[1]}"
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:sesame@{where}")
+        source = DataSource(path=f"https://data.internal:{port}/a.jsonl")
+        assert len(list(read_conversations(source, RULES))) == 300
+        assert _Proxy.asked[0].startswith(f"CONNECT data.internal:{port} ")
+        with pytest.raises(InvalidInput, match="not public"):
+            list(read_conversations(DataSource(path="https://10.0.0.1/a.jsonl"), RULES))
+        assert len(_Proxy.asked) == 1
+        monkeypatch.setenv("HTTPS_PROXY", f"http://{where}")
+        with pytest.raises(Transient, match="407"):
+            list(read_conversations(source, RULES))
+        monkeypatch.setenv("HTTPS_PROXY", f"socks5://{where}")
+        with pytest.raises(InvalidInput, match="HTTPS_PROXY names a proxy with the scheme socks5"):
+            list(read_conversations(source, RULES))
+        proxy.shutdown()
+
+
+def test_names_with_spaces_and_letters_of_other_alphabets_are_requested_as_they_are(
+        trusted: tuple[str, Path]) -> None:
+    address, files = trusted
+    (files / "zwei W\u00f6rter + 100%.jsonl").write_bytes(FORMS["a.jsonl"])
+    assert questions(f"{address}/zwei W\u00f6rter + 100%25.jsonl") == EXPECTED
 
 
 @pytest.mark.parametrize("path", [

@@ -1,8 +1,10 @@
 """Answers of endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
 
 import dataclasses
+import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -11,6 +13,7 @@ import httpx
 import pytest
 
 from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import InvalidInput, Permanent, Transient
@@ -21,7 +24,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationOutcome,
     GenerationRequest,
 )
-from eyrie_workers.regeneration.batch import BatchClient
+from eyrie_workers.regeneration.batch import BatchClient, PinnedTransport
 from eyrie_workers.regeneration.endpoint import (
     GenerationEndpoint,
     endpoint_of,
@@ -32,6 +35,7 @@ from eyrie_workers.regeneration.endpoint import (
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import TEMPLATE, tiny_target
+from tests.workers.measure.load.servers import certified
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
@@ -169,7 +173,7 @@ def test_a_declined_prompt_is_refused_without_quoting_the_reply(tokenizer: ChatT
     assert service.attempts["What is 1?"] == 1
 
 
-@pytest.mark.parametrize("status", [401, 404])
+@pytest.mark.parametrize("status", [302, 401, 404])
 def test_what_would_meet_every_request_ends_the_stage(tokenizer: ChatTokenizer, status: int) -> None:
     with openai_double(Troubles(everything=status)) as service, pytest.raises(Permanent) as caught:
         World(service, tokenizer).ask(prompts(tokenizer, 3))
@@ -236,6 +240,85 @@ def test_retry_delays_double_up_to_a_minute_and_obey_the_server() -> None:
 def batch_engine(service: Service, tokenizer: ChatTokenizer, memory: Path, **changes: Any) -> BatchClient:
     return BatchClient(endpoint(service), AnswerRetokenizer(tokenizer), memory, lambda *_: None, first_delay_s=0.001,
                        poll_s=0.001, **changes)
+
+
+RULES = ReadRules(home="/nowhere")
+"""Of a project's job: public addresses alone."""
+
+
+def test_a_projects_job_asks_no_private_endpoint_unless_an_administrator_allows_it(
+        tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    asked = prompts(tokenizer, 2)
+    with openai_double() as service:
+        by_name = service.url.replace("127.0.0.1", "localhost")
+        for url in (service.url, by_name):
+            for number, rules in enumerate((RULES, RULES.model_copy(update={"private_hosts": ("other.example",)}))):
+                named = dataclasses.replace(endpoint(service, reads=rules), base_urls=(url,))
+                for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
+                               BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / f"batch-{number}.json",
+                                           lambda *_: None)):
+                    with pytest.raises(InvalidInput, match="not public"):
+                        list(engine.answers(iter(asked), lambda: None))
+        assert (service.bodies, service.batches) == ([], {})
+        for rules in (None, RULES.model_copy(update={"allow_private": True}),
+                      RULES.model_copy(update={"private_hosts": ("localhost",)})):
+            named = dataclasses.replace(endpoint(service, reads=rules), base_urls=(by_name,))
+            for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
+                           BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / "batch.json", lambda *_: None,
+                                       poll_s=0.001)):
+                assert len(list(engine.answers(iter(asked), lambda: None))) == 2
+
+
+def test_a_name_that_leads_inside_later_is_not_connected_to(
+        tokenizer: ChatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DNS rebinding: the first look-up is of a public address, the one for the connection is not."""
+    system, looked_up = socket.getaddrinfo, list[str]()
+
+    def two_faced(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "rebinding.example":
+            return system(host, *arguments, **options)
+        looked_up.append(host)
+        return system("93.184.215.14" if len(looked_up) == 1 else "127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_faced)
+    with openai_double() as service:
+        named = dataclasses.replace(endpoint(service, reads=RULES),
+                                    base_urls=(service.url.replace("127.0.0.1", "rebinding.example"),))
+        for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
+                       BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / "batch.json", lambda *_: None)):
+            looked_up.clear()
+            with pytest.raises(InvalidInput, match="not public"):
+                list(engine.answers(iter(prompts(tokenizer, 1)), lambda: None))
+            assert len(looked_up) > 1
+        assert (service.bodies, service.batches) == ([], {})
+
+
+def test_a_batch_is_sent_over_tls_under_the_name_of_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, context = certified(tmp_path, "DNS:localhost")
+    names: list[str | None] = []
+    context.sni_callback = lambda _socket, name, _context: names.append(name)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    heads: list[str | None] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heads.append(self.headers["Host"])
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with httpx.Client(transport=PinnedTransport(None)) as client:
+            assert client.get(f"https://localhost:{port}/x").text == "ok"
+            with pytest.raises(httpx.ConnectError):  # the certificate is of another name
+                client.get(f"https://127.0.0.1:{port}/x")
+        server.shutdown()
+    assert names[0] == "localhost"
+    assert heads == [f"localhost:{port}"]
 
 
 def test_a_batch_answers_every_prompt_and_forgets_itself(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ Files in a bucket or on a web server are listed and read as streams, without a c
 
     s3://bucket/key      pyarrow's client, with the endpoint, region and credentials of EYRIE_ARTIFACTS_*, as the
                          artifact store has them; without a credentials directory those of AWS's default chain
-    https://host/path    fsspec's client; parquet needs a server that answers ranges
+    https://host/path    `eyrie_api.ssrf_safe_http`; parquet needs a server that answers ranges
 
 In a bucket a path names an object, the objects directly below a prefix, or by a pattern those of one prefix, with the
 rules of `eyrie_api.data_files`; on a web server it names one file.
+
+The rules of a job of a project (`contract.read_rules`) are applied to each file and each address as it is opened.
 """
 
 import gzip
@@ -28,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from http.client import HTTPException
 from importlib import resources
 from importlib.util import find_spec
 from itertools import chain, count, islice
@@ -38,6 +41,7 @@ from urllib.parse import urlsplit
 from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.chat_messages import Malformed
 from eyrie_api.contract.data import DataSource
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import QuarantinedRow
 from eyrie_api.conversation import Conversation, conversation, decode_row, detect_layout
 from eyrie_api.data_files import (
@@ -57,6 +61,8 @@ from eyrie_api.data_files import (
     saved_to_disk,
 )
 from eyrie_api.errors import InvalidInput, Transient
+from eyrie_api.file_rules import check_path, open_file
+from eyrie_api.ssrf_safe_http import WebFile, open_at_any_place
 
 _PEEKED_BYTES = 1 << 12
 _RETRY_S = 10.0
@@ -70,6 +76,7 @@ class RemoteFile:
     """One file. Raises InvalidInput where it is not there or may not be read, Transient where nothing answers."""
 
     url: str
+    rules: ReadRules | None = None
 
     @property
     def name(self) -> str:
@@ -87,20 +94,20 @@ class RemoteFile:
             if self.url.startswith(S3):
                 return io.BufferedReader(_bucket_client().open_input_stream(
                     self.url.removeprefix(S3), compression=None))
-            return io.BufferedReader(_web_client().open(self.url, block_size=0))
+            return io.BufferedReader(WebFile(self.url, self.rules, timeout_s=StoreOptions.from_env().timeout_s))
 
     def open_at_any_place(self) -> Any:
         """A file object that seeks, and reads what it is asked for alone."""
         with translating_errors(self.url):
             if self.url.startswith(S3):
                 return _bucket_client().open_input_file(self.url.removeprefix(S3))
-            return _web_client().open(self.url)
+            return open_at_any_place(self.url, self.rules, timeout_s=StoreOptions.from_env().timeout_s)
 
 
-def remote_files(url: str) -> list[RemoteFile]:
+def remote_files(url: str, rules: ReadRules | None = None) -> list[RemoteFile]:
     """The files that a URL names, in the order of their names. Raises InvalidInput where none is, and Transient."""
     if not url.startswith(S3):
-        return [RemoteFile(url)]
+        return [RemoteFile(url, rules)]
     from pyarrow.fs import FileSelector, FileType
 
     path = url.removeprefix(S3).rstrip("/")
@@ -124,12 +131,9 @@ def remote_files(url: str) -> list[RemoteFile]:
 @contextmanager
 def translating_errors(url: str) -> Iterator[None]:
     """Requests for `url`: errors of the clients become ours. Messages hold no credential: a source's URL has none."""
-    import aiohttp
-    from fsspec.exceptions import FSTimeoutError
-
     try:
         yield
-    except (OSError, aiohttp.ClientError, FSTimeoutError, TimeoutError) as error:
+    except (OSError, HTTPException) as error:
         status = getattr(error, "status", None)
         text = f"HTTP status {status}" if status is not None else str(error)
         if isinstance(error, FileNotFoundError) or any(sign in text for sign in _ABSENT):
@@ -163,23 +167,13 @@ def _client_of(options: StoreOptions) -> Any:
                         retry_strategy=AwsStandardS3RetryStrategy(max_attempts=options.max_attempts))
 
 
-@cache
-def _web_client() -> Any:
-    import aiohttp
-    from fsspec.implementations.http import HTTPFileSystem
-
-    # No limit on the whole of a stream: a stage reads it as fast as the target answers.
-    patience = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=StoreOptions.from_env().timeout_s)
-    return HTTPFileSystem(client_kwargs={"timeout": patience, "trust_env": True})
-
-
-def read_conversations(source: DataSource) -> Iterator[Conversation | QuarantinedRow]:
+def read_conversations(source: DataSource, rules: ReadRules | None = None) -> Iterator[Conversation | QuarantinedRow]:
     """Conversations and unreadable rows of one source, in order.
 
-    Raises InvalidInput when the source cannot be opened, Transient when the Hub is unreachable.
+    Raises InvalidInput when the source cannot be opened or its rules forbid it, Transient when the Hub is unreachable.
     """
     layout: str | None = None if source.format == "auto" else source.format
-    for line, (where, value) in enumerate(islice(_rows(source), source.max_rows), start=1):
+    for line, (where, value) in enumerate(islice(_rows(source, rules), source.max_rows), start=1):
         layout = layout or detect_layout(value)
         try:
             yield conversation(value, source.path, line, layout)
@@ -187,10 +181,11 @@ def read_conversations(source: DataSource) -> Iterator[Conversation | Quarantine
             yield QuarantinedRow(source=source.path, line=line, reason=str(error) + where)
 
 
-def check_source(source: DataSource) -> None:
+def check_source(source: DataSource, rules: ReadRules | None = None) -> None:
     """Refuse a source that cannot be opened, before any work is done. Raises InvalidInput."""
     if source.path == "quickstart":
         return
+    check_path("data source", source.path, rules)
     if is_remote(source.path):
         remote_files(source.path)
         return
@@ -214,29 +209,29 @@ def check_source(source: DataSource) -> None:
                            "pip install datasets, or download the data set and give its parquet or JSONL file")
 
 
-def _rows(source: DataSource) -> Iterator[tuple[str, Any]]:
+def _rows(source: DataSource, rules: ReadRules | None) -> Iterator[tuple[str, Any]]:
     """Rows, each with what its reason needs to name its place: the file and its line, where there are several files."""
-    check_source(source)
+    check_source(source, rules)
     if source.path == "quickstart":
         # The conversations shipped with the quickstart target; `benchmarks/quickstart` generates the file.
         packed = resources.files("eyrie_workers.quickstart") / "conversations.jsonl.gz"
         return (("", json.loads(line)) for line in gzip.decompress(packed.read_bytes()).splitlines())
     files: list[Path] | list[RemoteFile] = (
-        remote_files(source.path) if is_remote(source.path) else data_files(source.path))
+        remote_files(source.path, rules) if is_remote(source.path) else data_files(source.path))
     if not files:
         return (("", row) for row in _hub_rows(source))
     if len(files) == 1:
-        return (("", row) for row in _rows_of(files[0]))
+        return (("", row) for row in _rows_of(files[0], rules))
     return ((f" ({file.name} row {number})", row)
-            for file in files for number, row in enumerate(_rows_of(file), start=1))
+            for file in files for number, row in enumerate(_rows_of(file, rules), start=1))
 
 
-def _rows_of(file: Path | RemoteFile) -> Iterator[Any]:
-    rows = (row for _, row in file_rows(file, "data source "))
+def _rows_of(file: Path | RemoteFile, rules: ReadRules | None) -> Iterator[Any]:
+    rows = (row for _, row in file_rows(file, "data source ", rules))
     return map(_without_nulls, rows) if file.suffix == PARQUET else rows
 
 
-def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[tuple[str, Any]]:
+def file_rows(file: Path | RemoteFile, owner: str, rules: ReadRules | None = None) -> Iterator[tuple[str, Any]]:
     """The decoded rows of one file, each with its place (`line 3`, `row 3`); `Undecodable` for a line that is not JSON.
 
     owner   what errors begin with: "data source ", "suite 'gsm8k': "
@@ -248,11 +243,13 @@ def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[tuple[str, Any]]:
             if file.suffix == PARQUET:
                 from pyarrow.parquet import ParquetFile
 
-                with ParquetFile(file.open_at_any_place() if isinstance(file, RemoteFile) else file) as table:
+                data = file.open_at_any_place() if isinstance(file, RemoteFile) else open_file(file, rules, owner)
+                with data, ParquetFile(data) as table:
                     rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(batch_size=256))
                     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
                 return
-            with opened(file) as data:
+            with unpacked(file.open() if isinstance(file, RemoteFile) else open_file(file, rules, owner),
+                          file.suffix) as data:
                 if begins_array(data.peek(_PEEKED_BYTES)):
                     elements = array_rows(data, MAX_ROW_BYTES)
                     yield from ((f"row {number}", row) for number, row in enumerate(elements, start=1))
@@ -265,16 +262,15 @@ def file_rows(file: Path | RemoteFile, owner: str) -> Iterator[tuple[str, Any]]:
             raise InvalidInput(f"{owner}{file} {what}: {error}", "copy or write it again, or give JSONL") from error
 
 
-def opened(file: Path | RemoteFile) -> io.BufferedReader:
-    """The file, unpacked. `peek` reads at least what its first read returns."""
-    packed = file.open() if isinstance(file, RemoteFile) else file.open("rb")
-    if file.suffix == GZIP:
-        return io.BufferedReader(gzip.open(packed))
-    if file.suffix == ZSTD:
+def unpacked(file: io.BufferedReader, suffix: str) -> io.BufferedReader:
+    """The file, unpacked as the suffix of its name says. `peek` reads at least what its first read returns."""
+    if suffix == GZIP:
+        return io.BufferedReader(gzip.open(file))
+    if suffix == ZSTD:
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), "zstd"))
-    return packed
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd"))
+    return file
 
 
 def located_lines(file: IO[bytes]) -> Iterator[tuple[str, Any]]:

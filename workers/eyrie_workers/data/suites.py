@@ -36,9 +36,11 @@ from typing import Any
 
 from eyrie_api.chat_messages import Message
 from eyrie_api.contract.benchmark import SuiteSpec
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.conversation import EMPTY_LINE, Undecodable
 from eyrie_api.data_files import SUFFIXES, is_remote
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
+from eyrie_api.file_rules import check_path
 from eyrie_workers.data.readers import RemoteFile, file_rows, located_lines
 
 QUICKSTART = "quickstart:"
@@ -50,15 +52,16 @@ Row = Mapping[str, Any]
 Located = tuple[str, Row]  # a row and its location (file and line) for error messages
 
 
-def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
+def read_suite_rows(path: str, owner: str, rules: ReadRules | None = None) -> Iterator[Located]:
     """Rows of a suite with their locations.
 
     owner   names the setting in errors: "suite 'gsm8k'", "exclude_prompts"
 
-    Raises InvalidInput for a source that cannot be read, ArtifactMissing for a missing file.
+    Raises InvalidInput for a source that cannot be read or its rules forbid, ArtifactMissing for a missing file.
     """
+    check_path(owner, path, rules)
     if is_remote(path):
-        yield from _file_rows(RemoteFile(path), owner)
+        yield from _file_rows(RemoteFile(path, rules), owner)
     elif path.startswith(QUICKSTART):
         folder = importlib.resources.files("eyrie_workers.quickstart") / "suites"
         file = folder / f"{path.removeprefix(QUICKSTART)}.jsonl"
@@ -69,15 +72,15 @@ def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
         with file.open("rb") as lines:
             yield from _checked(located_lines(lines), path)
     elif path.endswith(SUFFIXES) or Path(path).exists():
-        yield from _file_rows(Path(path), owner)
+        yield from _file_rows(Path(path), owner, rules)
     else:
         yield from _hub_rows(path, owner)
 
 
-def _file_rows(file: Path | RemoteFile, owner: str) -> Iterator[Located]:
+def _file_rows(file: Path | RemoteFile, owner: str, rules: ReadRules | None = None) -> Iterator[Located]:
     if isinstance(file, Path) and not file.is_file():
         raise ArtifactMissing(f"{owner}: there is no file {file}", "check the suite's path")
-    return _checked(file_rows(file, f"{owner}: "), str(file))
+    return _checked(file_rows(file, f"{owner}: ", rules), str(file))
 
 
 def _checked(rows: Iterable[tuple[str, Any]], source: str) -> Iterator[Located]:
@@ -141,6 +144,7 @@ def _texts(row: Row, location: str) -> list[str]:
 
 def _hub_rows(path: str, owner: str) -> Iterator[Located]:
     name, _, split = path.partition(":")
+    _require_hub_id(name, owner)
     if find_spec("datasets") is None:
         raise InvalidInput(
             f"{owner}: {path!r} is not a file here, and reading it from the Hub needs the `datasets` package",
@@ -158,6 +162,12 @@ def _hub_rows(path: str, owner: str) -> Iterator[Located]:
                            f"use one of: {', '.join(loaded)}, as {name}:<split>")
     for number, row in enumerate(loaded[split], start=1):
         yield f"{name}:{split} row {number}", row
+
+
+def _require_hub_id(name: str, owner: str) -> None:
+    # `load_dataset` prefers a directory of that name, of whatever files: `/data/x:train` would be one.
+    if Path(name).expanduser().exists():
+        raise InvalidInput(f"{owner}: {name!r} is a directory here, not a Hub data set", "give a file of it")
 
 
 HELD_OUT = "held-out"  # the suite of prompts that regenerate split off: held_out.jsonl of its directory
@@ -182,14 +192,15 @@ class Prompt:
         return [{"role": "system", "content": system_prompt}, *kept]
 
 
-def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0) -> list[Prompt]:
+def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0,
+               rules: ReadRules | None = None) -> list[Prompt]:
     """Every prompt of a suite, duplicates removed, ordered as the module's docstring says.
 
     Raises InvalidInput naming file and line for a row without a prompt, ArtifactMissing for a missing file,
     NoUsableData for a suite without rows.
     """
     prompts: dict[str, Prompt] = {}
-    for location, row in _rows(spec, held_out_file):
+    for location, row in _rows(spec, held_out_file, rules):
         prompt = _prompt(row, spec.name, location)
         prompts.setdefault(_fingerprint(prompt), prompt)
     if not prompts:
@@ -213,7 +224,8 @@ def select(prompts: list[Prompt], start: int, num: int) -> list[Prompt]:
     return [prompts[(start + i) % len(prompts)] for i in range(num)]
 
 
-def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Iterator[list[Message]]:
+def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None],
+                     rules: ReadRules | None = None) -> Iterator[list[Message]]:
     """Messages of every prompt of some suites, all turns included.
 
     warn   called with a sentence for a suite that cannot be read here.
@@ -225,7 +237,7 @@ def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Itera
         if path == HELD_OUT:  # regenerate splits those off by hash
             continue
         if path.startswith(QUICKSTART) or is_remote(path) or Path(path).is_file():
-            yield from map(_texts_of, read_suite_rows(path, owner))
+            yield from map(_texts_of, read_suite_rows(path, owner, rules))
         elif path.endswith(SUFFIXES) or Path(path).exists() or path.count("/") != 1 or path.startswith(("/", ".", "~")):
             raise InvalidInput(f"{owner}: {path!r} does not exist", "give a JSONL file or quickstart:<suite>")
         elif find_spec("datasets") is None:
@@ -233,9 +245,10 @@ def excluded_prompts(paths: Iterable[str], warn: Callable[[str], None]) -> Itera
         else:
             from datasets import get_dataset_config_names, load_dataset
 
+            name = path.partition(":")[0]
+            _require_hub_id(name, owner)
             try:
                 # Every configuration and split but `train`, which one may train on.
-                name = path.partition(":")[0]
                 for config in get_dataset_config_names(name):
                     splits: dict[str, Any] = load_dataset(name, config, streaming=True)
                     for split in (split for split in splits if split != "train"):
@@ -251,10 +264,10 @@ def _texts_of(located: Located) -> list[Message]:
     return [dict(message) for message in row_messages(row, location) if isinstance(message.get("content"), str)]
 
 
-def _rows(spec: SuiteSpec, held_out_file: Path | None) -> Iterator[Located]:
+def _rows(spec: SuiteSpec, held_out_file: Path | None, rules: ReadRules | None) -> Iterator[Located]:
     owner = f"suite {spec.name!r}"
     if spec.path != HELD_OUT:
-        return read_suite_rows(spec.path, owner)
+        return read_suite_rows(spec.path, owner, rules)
     if held_out_file is None:
         raise ArtifactMissing(f"{owner} needs the held-out prompts, but the stage got no held_out_file",
                               "run regenerate first, or name a file in the suite's path")

@@ -16,6 +16,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.errors import Permanent, Transient
+from eyrie_api.ssrf_safe_http import addresses_for_job, check_known_address, environment_proxy
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GenerationFailure,
@@ -47,6 +50,40 @@ MAX_REQUESTS = 50_000  # OpenAI's limit of requests in one batch
 MAX_FILE_BYTES = 190 * 2**20  # below OpenAI's 200 MB for the input file
 _CHAT_PATH = "/v1/chat/completions"
 _PARTIAL_STATUSES = ("expired", "cancelled")
+
+
+class PinnedTransport(httpx.HTTPTransport):
+    """Connects to the address that was checked, under the host name of the URL."""
+
+    def __init__(self, rules: ReadRules | None) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises AddressRefused for an address that the job may not connect to, and as httpx."""
+        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+        try:
+            *others, last = addresses_for_job(host, port, self._rules)
+        except (OSError, ValueError) as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        for address in others:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                return self._sent_to(address, request)
+        return self._sent_to(last, request)
+
+    def _sent_to(self, address: str, request: httpx.Request) -> httpx.Response:
+        return super().handle_request(httpx.Request(
+            request.method, request.url.copy_with(host=address), headers=request.headers, stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": request.url.host}))
+
+
+def _client(endpoint: GenerationEndpoint) -> httpx.Client:
+    """Without redirects, which httpx does not follow. Raises AddressRefused as far as the address is known."""
+    url = httpx.URL(endpoint.base_url)
+    check_known_address(url.host, url.port or 0, endpoint.reads)
+    proxied = environment_proxy(url.scheme, url.host, url.netloc.decode()) is not None
+    return httpx.Client(headers=endpoint.headers, timeout=endpoint.timeout_s,
+                        transport=None if proxied else PinnedTransport(endpoint.reads))
 
 
 class PendingBatch(Frozen):
@@ -74,7 +111,7 @@ class BatchClient:
         """See `GenerationClient`. Raises Transient or Permanent as `online` does."""
         self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenized again from their "
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
-        with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
+        with _client(self.endpoint) as client:
             waiting = _Waiting(prompts)
             empty_batches = 0
             while chunk := self._chunk(waiting):

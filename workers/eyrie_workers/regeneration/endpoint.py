@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import InvalidInput, Permanent
@@ -49,6 +50,9 @@ class GenerationEndpoint:
     """SGLang's own API instead of OpenAI's: `/generate` takes and returns token ids, so a prompt is rendered here and
     an answer is exact."""
 
+    reads: ReadRules | None = None
+    """Of the job: to which addresses the host names may lead."""
+
     context: int | None = None
     """The target's context length. Most servers reject a `max_tokens` that exceeds it together with the prompt."""
 
@@ -67,7 +71,8 @@ class GenerationEndpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = None) -> GenerationEndpoint:
+def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = None,
+                reads: ReadRules | None = None) -> GenerationEndpoint:
     """The endpoint of a spec. Raises InvalidInput when the environment variable of its key is not set."""
     key = None
     if spec.api_key_env is not None:
@@ -79,7 +84,7 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
     return GenerationEndpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
                               sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
                               max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
-                              context=context)
+                              context=context, reads=reads)
 
 
 def request_body(endpoint: GenerationEndpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
@@ -178,7 +183,8 @@ def fatal(status: int, url: str) -> Permanent:
     choice, and the reply may be of a server that only this machine can reach."""
     hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
-    return Permanent(f"{url} answered {status}", hints.get(status, "check the endpoint"))
+    other = "check regenerate.base_url: redirects are not followed" if 300 <= status < 400 else "check the endpoint"
+    return Permanent(f"{url} answered {status}", hints.get(status, other))
 
 
 def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, draw: float) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from eyrie_api.errors import Transient
-from eyrie_workers.measure.load.http_client import ConnectionPool, RequestFailed, parse_url, proxy_for
+from eyrie_workers.measure.load.http_client import ConnectionPool, RequestFailed, pool_of_job
 from eyrie_workers.regeneration.answers import (
     AnswerRetokenizer,
     GeneratedAnswer,
@@ -138,8 +138,8 @@ class OnlineClient:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
             headers = {"Accept": "application/json", **self.endpoint.headers}
-            for url, origin in ((url, parse_url(url)) for url in self.endpoint.base_urls):
-                self._pools[url] = ConnectionPool(origin, headers, proxy_for(origin))
+            for url in self.endpoint.base_urls:
+                self._pools[url] = pool_of_job(url, headers, self.endpoint.reads)
             in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import write_model
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import QuarantinedRow, QuarantineKind, QuarantineReason, SampledRow
 from eyrie_api.conversation import NO_ANSWER, Conversation
 from eyrie_api.errors import InvalidInput, NoChatTemplate
@@ -136,6 +137,7 @@ class Rules:
     max_prompt_tokens: int  # the spec's limit, or the target's context minus one token if that is less
     turns: str = "last"
     suite_runs: Runs = field(default_factory=Runs)  # word n-grams of the benchmark suites' prompts
+    reads: ReadRules | None = None
 
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
@@ -149,9 +151,9 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
     except (FileNotFoundError, ValidationError):
         pass
     for source in rules.data.sources:
-        check_source(source)
+        check_source(source, rules.reads)
     with _Divider(directory, rules, tokenizer) as divider:
-        for row in _drawn(rules.data):
+        for row in _drawn(rules):
             pause()
             divider.take(row)
             progress(divider.rows_read)
@@ -233,9 +235,10 @@ def forget(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
+def _drawn(rules: Rules) -> Iterator[Conversation | QuarantinedRow]:
     """The mixture of the sources, ended after `max_conversations` usable rows."""
-    streams = [_named(read_conversations(source), name)
+    data = rules.data
+    streams = [_named(read_conversations(source, rules.reads), name)
                for source, name in zip(data.sources, data.source_names, strict=True)]
     left = data.max_conversations
     for row in mix(streams, [source.weight for source in data.sources], data.seed):

@@ -30,6 +30,7 @@ from pydantic import Field
 from eyrie_api.artifacts import digest_bytes, digest_model
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, from_variables
 from eyrie_api.contract.model import FromVariables, Frozen
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Permanent, Transient
@@ -78,6 +79,7 @@ class ShardMessage(Frozen):
     target: TargetSpec
     regenerate: RegenerateSpec
     context: int | None
+    reads: ReadRules | None = None
 
     def key(self, kind: str) -> str:
         """Key of one of its objects: `in`, `done` or `failed`."""
@@ -250,7 +252,7 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
             return False
         warnings: list[tuple[str, str]] = []
         tokenizer = AnswerRetokenizer(ChatTokenizer(_tokenizer(order, store, cache)))
-        engine = OnlineClient(endpoint_of(order.regenerate, order.target, order.context), tokenizer,
+        engine = OnlineClient(endpoint_of(order.regenerate, order.target, order.context, order.reads), tokenizer,
                               lambda reason, text: warnings.append((reason, text)))
         outcomes = {outcome.row_id: outcome for outcome in engine.answers(iter(prompts), pause)}
         report = ShardReport(shard=order.shard, num_outcomes=len(outcomes), warnings=tuple(warnings))

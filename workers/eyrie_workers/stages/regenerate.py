@@ -192,10 +192,10 @@ def _engine_name(spec: RegenerateStage) -> str:
 def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
             context: int) -> selection.SelectionSummary:
     prompts = list(excluded_prompts(spec.exclude_prompts,
-                                    lambda text: stage.event("PromptsNotExcluded", text, warning=True)))
+                                    lambda text: stage.event("PromptsNotExcluded", text, warning=True), spec.reads))
     rules = selection.Rules(data=spec.data, benchmark=BenchmarkPrompts.of(prompts),
                             max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1),
-                            turns=spec.regenerate.turns, suite_runs=Runs(prompts))
+                            turns=spec.regenerate.turns, suite_runs=Runs(prompts), reads=spec.reads)
     summary = selection.select(
         stage.out_dir, rules, tokenizer, stage.pause_point,
         lambda read: stage.progress(read, None, "rows", "reading"))
@@ -324,9 +324,10 @@ def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]
 
         client = sharded_client(sharding, spec, rows.context, rows.path, warn)
     elif section.engine == "openai":
-        client = OnlineClient(endpoint_of(section, spec.target, rows.context), texts, warn)
+        client = OnlineClient(endpoint_of(section, spec.target, rows.context, spec.reads), texts, warn)
     else:
-        client = BatchClient(endpoint_of(section, spec.target, rows.context), texts, stage.out_dir / BATCH_STATE, warn)
+        client = BatchClient(endpoint_of(section, spec.target, rows.context, spec.reads), texts,
+                             stage.out_dir / BATCH_STATE, warn)
     yield client, stage.pause_point
 
 

@@ -266,6 +266,7 @@ def _train_all(opened: Mapping[str, stage_program.OpenStage[TrainStage]], rungs:
         for name in names:
             spec = opened[name].spec
             try:
+                stage_program.check_models(spec)
                 embeddings = next((run.embeddings for run in runs.values()), None)
                 features = features or open_features(spec.store_dir, spec.target)
                 runs[name] = prepare(spec, opened[name].stage, embeddings=embeddings, features=features,

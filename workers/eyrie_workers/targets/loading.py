@@ -247,7 +247,10 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory: one, or those its index lists. Raises UnsupportedTarget."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return [path / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        if any(Path(name).name != name for name in names):  # only the directory was judged (`eyrie_api.file_rules`)
+            raise UnsupportedTarget(f"{index} lists files outside of its directory", "save the model again")
+        return [path / name for name in names]
     single = path / "model.safetensors"
     if not single.exists():
         raise UnsupportedTarget(f"{path} has neither model.safetensors nor its index",

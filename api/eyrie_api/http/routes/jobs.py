@@ -51,10 +51,10 @@ def create_job(spec: Spec, control: RequestControl, key: IdempotencyKey = None) 
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
     submitted, spec = spec, endpoint_names.with_project_endpoint(spec, project)
-    control.check_spec_policy(spec)
     once = None if key is None else Once.of(key, project, JOBS, digest_model(spec))
     try:
-        resolved = preflight.check(control.with_drafters_of_jobs(spec), control.settings)
+        checked, rules = control.checked(spec)
+        resolved = preflight.check(checked, control.settings, rules)
     except EyrieError:
         replay = None if once is None else control.idempotency.find(once)
         if replay is None:
@@ -153,9 +153,9 @@ def delete_job(job_id: str, control: RequestControl) -> Response:
 @router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
 def make_plan(spec: Spec, control: RequestControl) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
-    control.check_spec_policy(spec)
+    checked, rules = control.checked(spec)
     same_target = JobFilter(project=control.scope.home("jobs:read"), target=with_absolute_paths(spec).target.model)
     earlier = control.jobs.list(same_target, limit=MAX_PAGE).items if spec.reuse == "auto" else ()
     resolved = control.jobs.all_resolved([job.id for job in earlier])
-    return preflight.plan(control.with_drafters_of_jobs(spec), control.settings,
-                          [(job, resolved[job.id]) for job in earlier if job.id in resolved])
+    return preflight.plan(checked, control.settings,
+                          [(job, resolved[job.id]) for job in earlier if job.id in resolved], rules)

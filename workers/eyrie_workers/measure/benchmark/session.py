@@ -115,7 +115,8 @@ def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> 
     Raises InvalidInput for a suite that cannot be read, or of which no prompt fits the target.
     """
     held_out = Path(spec.held_out_file) if spec.held_out_file else None
-    suites = {suite.name: load_suite(suite, held_out, spec.benchmark.seed) for suite in spec.benchmark.suites}
+    suites = {suite.name: load_suite(suite, held_out, spec.benchmark.seed, spec.reads)
+              for suite in spec.benchmark.suites}
     path = resolve(spec.target)
     return prompts_that_fit(suites, ChatTokenizer(path), read_config(path).max_position_embeddings, stage)
 

@@ -20,20 +20,22 @@ a load test through a proxy would measure the proxy.
 
 import base64
 import os
+import socket
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from aiohttp.abc import ResolveResult
 from yarl import URL
 
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.errors import InvalidInput
+from eyrie_api.ssrf_safe_http import check_known_address, environment_proxy, require_allowed_for_job
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 30.0
@@ -91,17 +93,11 @@ def parse_url(url: str) -> EndpointUrl:
 
 def proxy_for(url: EndpointUrl) -> EndpointUrl | None:
     """The environment's proxy for a URL; None without one. Raises InvalidInput for an unsupported kind of proxy."""
-    proxies = getproxies()
-    named = proxies.get(url.scheme) or proxies.get("all")
-    try:
-        is_loopback = ip_address(url.host).is_loopback
-    except ValueError:
-        is_loopback = url.host == "localhost"
-    # Loopback addresses never use a proxy, whether or not NO_PROXY contains them.
-    if not named or proxy_bypass(urlsplit(url.url).netloc) or is_loopback:
+    named = environment_proxy(url.scheme, url.host, urlsplit(url.url).netloc)
+    if named is None:
         return None
     variable = f"{url.scheme.upper()}_PROXY"
-    proxy = parse_url(named if "://" in named else f"http://{named}")
+    proxy = parse_url(named)
     if proxy.scheme != "http":
         raise InvalidInput(f"{variable} names a proxy with the scheme {proxy.scheme}",
                            f"use one like http://proxy:3128, or add {url.host} to NO_PROXY")
@@ -137,12 +133,40 @@ class _Exchange:
     sent_at: float = 0.0
 
 
+class CheckedResolver(aiohttp.ThreadedResolver):
+    """Resolves host names for connections of a job's stage: aiohttp connects to the addresses that were checked."""
+
+    def __init__(self, rules: ReadRules) -> None:
+        """In the event loop that the connections are of."""
+        super().__init__()
+        self._rules = rules
+
+    async def resolve(self, host: str, port: int = 0,
+                      family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
+        """Raises AddressRefused for a host with an address that the job may not connect to, OSError without any."""
+        found = await super().resolve(host, port, family)
+        require_allowed_for_job(host, [result["host"] for result in found], self._rules)
+        return found
+
+
+def pool_of_job(url: str, headers: Mapping[str, str], rules: ReadRules | None) -> "ConnectionPool":
+    """Connections to an endpoint that a job names, through the environment's proxy if there is one. Raises InvalidInput
+    for an address that the job may not connect to, as far as it is known before the connection."""
+    origin = parse_url(url)
+    check_known_address(origin.host, origin.port, rules)
+    proxy = proxy_for(origin)
+    return ConnectionPool(origin, headers, proxy, rules if proxy is None else None)
+
+
 class ConnectionPool:
     """Keep-alive connections to one endpoint. Used within one event loop, and closed there."""
 
-    def __init__(self, url: EndpointUrl, headers: Mapping[str, str], proxy: EndpointUrl | None = None) -> None:
-        """Raises InvalidInput for a header value that HTTP does not allow, without quoting it."""
-        self._url, self._proxy = url, proxy
+    def __init__(self, url: EndpointUrl, headers: Mapping[str, str], proxy: EndpointUrl | None = None,
+                 rules: ReadRules | None = None) -> None:
+        """rules   of the job, for the addresses of the host
+
+        Raises InvalidInput for a header value that HTTP does not allow, without quoting it."""
+        self._url, self._proxy, self._rules = url, proxy, rules
         self.headers = dict(headers)
         """Sent with every request."""
 
@@ -176,8 +200,9 @@ class ConnectionPool:
     async def _send_once(self, exchange: _Exchange, method: str, path: str, body: bytes,
                          timeout_s: float) -> HttpResponse:
         if self._session is None:  # not in __init__: a session belongs to the running event loop
+            resolver = None if self._rules is None else CheckedResolver(self._rules)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls), auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, resolver=resolver), auto_decompress=False,
                 trace_configs=[_tracing()], headers={"Content-Type": "application/json", **self.headers},
                 cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "User-Agent"))
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
