@@ -28,8 +28,8 @@ from eyrie_api.planning.sglang_support import require_mtp_architecture
 from eyrie_api.planning.target_config import end_token_ids, language_model
 from eyrie_api.planning.target_files import SINGLE, read_header, read_object, weights_are_here
 
-CONFIG, PICKLED = "config.json", "pytorch_model.bin"
-DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I64": "int64",
+_CONFIG, _PICKLED = "config.json", "pytorch_model.bin"
+_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I64": "int64",
                "I32": "int32", "BOOL": "bool"}
 """Of safetensors headers, as torch names them."""
 
@@ -118,7 +118,7 @@ def _directory(drafter: str, path: str, revision: str | None) -> Path | None:
     directory = local_path(path)
     if directory is None and is_hub_id(path):
         return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
-    if directory is None or not (directory / CONFIG).is_file():
+    if directory is None or not (directory / _CONFIG).is_file():
         raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
                            "give the directory of a drafter, or a Hub id org/name")
     return directory
@@ -131,7 +131,7 @@ def _checked_form(drafter: str, directory: Path, target: Target, computed_here: 
     computed_here  Eyrie's own engine computes it
     whole          its weights are in the directory; of a Hub id the stage may fetch them
     """
-    config, tensors = read_object(directory / CONFIG), _tensors(directory, whole)
+    config, tensors = read_object(directory / _CONFIG), _tensors(directory, whole)
     try:
         form = convert(config, tensors, target.architecture, target.num_layers)
     except InvalidInput as fault:
@@ -155,14 +155,14 @@ def _check_fit(drafter: str, form: Form, target: Path, config: Mapping[str, Any]
 def _tensors(directory: Path, whole: bool) -> dict[str, Header] | None:
     """Names, dtypes and shapes of the stored tensors; of pickled ones the names alone, as far as they can be read
     without unpickling. None where they are unknown. Raises UnsupportedTarget, and InvalidInput where there are none."""
-    files, pickled = sorted(directory.glob("*.safetensors")), directory / PICKLED
+    files, pickled = sorted(directory.glob("*.safetensors")), directory / _PICKLED
     if files and (whole or weights_are_here(directory)):
-        return {name: Header(DTYPE_NAMES.get(tensor.dtype, tensor.dtype), tensor.shape)
+        return {name: Header(_DTYPE_NAMES.get(tensor.dtype, tensor.dtype), tensor.shape)
                 for file in files for name, tensor in read_header(file).items()}
     if pickled.is_file():
         return _pickled_names(pickled)
     if whole:
-        raise UnsupportedTarget(f"no weights in {directory}", f"give a directory with {SINGLE} or {PICKLED}")
+        raise UnsupportedTarget(f"no weights in {directory}", f"give a directory with {SINGLE} or {_PICKLED}")
     return None
 
 
