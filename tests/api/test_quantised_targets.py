@@ -28,7 +28,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "F8_E4M3": 1, "I8": 1, "I64": 8, "U8": 1}
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
 WEIGHTS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
@@ -47,7 +47,7 @@ def channel_parts(rows: int, columns: int) -> Tensors:
 
 
 def gptq_parts(rows: int, columns: int) -> Tensors:
-    groups = columns // 16
+    groups = columns // 32
     return {"qweight": ("I32", (columns // 8, rows)), "qzeros": ("I32", (groups, rows // 8)),
             "scales": ("F16", (groups, rows)), "g_idx": ("I32", (columns,))}
 
@@ -233,6 +233,16 @@ def test_biases_of_zeros_that_gptq_stores_for_every_layer_are_no_other_model(
         file.write(b"\x01")
     with pytest.raises(UnsupportedTarget, match=r"1 tensors .* are no part of the model"):
         check(spec_of(directory), settings)
+
+
+@pytest.mark.parametrize("change", [{"bits": 2}, {"sym": False}, {"group_size": 16}, {"desc_act": None}])
+def test_gptq_without_a_kernel_in_sglang_is_refused_for_it(change: dict[str, Any], tmp_path: Path) -> None:
+    settings = on_cluster(tmp_path, num_gpus=1, gpu_type=H100)
+    directory = target_directory(tmp_path / "target", quantization_config=GPTQ | change)
+    [field] = change
+    with pytest.raises(UnsupportedTarget, match=f"gptq with .*'{field}': .* and engine 'sglang'") as caught:
+        check(spec_of(directory, engine="sglang"), settings)
+    assert caught.value.hint == "give the unquantised model, or set engine to 'embedded'"
 
 
 def test_engines_round_activations_of_fp8_and_of_schemes_that_name_them() -> None:

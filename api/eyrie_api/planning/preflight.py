@@ -77,12 +77,12 @@ from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.resolve import BLOCKS, block_chain, held_out_prompts, resolve
 from eyrie_api.planning.reuse import asks_the_same, jobs_with_answers, stores_the_same
 from eyrie_api.planning.sglang_support import (
-    QUANTISED_BY_SGLANG,
     SGLANG_VERSION,
     SUPPORTED_BY_SGLANG,
     require_block_capture,
     require_capture,
     require_layer_outputs,
+    require_quantisation,
     sglang_layer_ids,
 )
 from eyrie_api.planning.target_config import check_config, choose_source, computed_by_reference
@@ -484,9 +484,7 @@ def quantised_weights_are_computed(submission: Submission) -> None:
         return
     method = quantised.get("quant_method")
     if spec.engine.kind == "sglang":
-        if method not in QUANTISED_BY_SGLANG:
-            raise UnsupportedTarget(f"quantization_config: quant_method {method!r} and engine 'sglang', which loads "
-                                    f"{', '.join(QUANTISED_BY_SGLANG)}", "give the unquantised model")
+        require_quantisation(quantised)
         if facts.engine_device(submission.job.gpus, submission.job.serving_gpus) == "cpu":
             raise UnsupportedTarget(f"quantization_config: quant_method {method!r} and engine 'sglang' on a CPU, where "
                                     "its kernels for quantised weights need Intel's AMX and were never run",

@@ -100,6 +100,20 @@ def require_capture(architecture: str) -> None:
             f"serve with the embedded engine, or use a target of {', '.join(SUPPORTED_BY_SGLANG)}")
 
 
+def require_quantisation(data: Mapping[str, Any]) -> None:
+    """Raises UnsupportedTarget, with the value, for a `quantization_config` that SGLang's CUDA build does not load."""
+    method, hint = data.get("quant_method"), "give the unquantised model, or set engine to 'embedded'"
+    if method not in QUANTISED_BY_SGLANG:
+        raise UnsupportedTarget(f"quantization_config: quant_method {method!r} and engine 'sglang', which loads "
+                                f"{', '.join(QUANTISED_BY_SGLANG)}", "give the unquantised model")
+    # Its other kernel for GPTQ was removed; Marlin's is taken for these alone (`is_gptq_marlin_compatible`).
+    described = {name: data.get(name) for name in ("bits", "sym", "group_size", "desc_act")}
+    if method == "gptq" and (described["bits"] not in (4, 8) or described["sym"] is not True
+                             or described["group_size"] not in (-1, 32, 64, 128) or described["desc_act"] is None):
+        raise UnsupportedTarget(f"quantization_config: gptq with {described} and engine 'sglang', whose kernel takes 4 "
+                                "or 8 bits, sym true, and a group_size of -1, 32, 64 or 128", hint)
+
+
 def require_block_capture(architecture: str) -> None:
     """`require_capture` for DFlash, which requires a second method that fewer models have."""
     require_capture(architecture)
