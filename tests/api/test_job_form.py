@@ -74,8 +74,8 @@ def test_what_must_be_given_is_among_the_usual_fields() -> None:
 @pytest.mark.parametrize(("pointer", "default", "rule"), [
     ("/train/ttt_length", "7", "whole number; 1 to 16"),
     ("/train/step_decay", "0.8", "number; above 0; at most 1"),
-    ("/tune/budget_s", "600.0", "seconds; above 0"),
-    ("/capture/max_bytes", "", "bytes; 65,536 or more"),
+    ("/tune/budget_s", "600.0", "seconds; above 0; at most 1,000,000"),
+    ("/capture/max_bytes", "", "bytes; 65,536 to 1,152,921,504,606,846,976"),
     ("/tune/top_k", "1, 2, 4", "separated by commas; whole number; 1 to 64"),
     ("/sweep/families", "", "separated by commas; of eagle3, eagle1, medusa, hydra, standalone, dflash; "
                             "0 to 16 of them"),

@@ -51,7 +51,7 @@ class TrainSpec(Frozen):
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     """Of AdamW."""
 
-    max_grad_norm: float = Field(0.5, gt=0.0, le=1e6)
+    max_grad_norm: float = Field(0.5, gt=0.0, le=1e12)
     """Gradients of a larger norm are scaled down to it."""
 
     epochs: float = Field(4.0, gt=0.0, le=1000.0)
