@@ -94,13 +94,18 @@ def begins_array(start: bytes) -> bool:
 def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[object]:
     """The elements of the JSON array in a file, decoded one after the other. Memory is bounded by the longest element.
 
-    Raises ValueError, saying after which element, where it is not JSON or ends too early, and for a longer element.
+    Raises ValueError, saying after which element, where it is not JSON or ends too early, and for a longer element, or
+    as much white space.
     """
     text = io.TextIOWrapper(cast(IO[bytes], file), encoding="utf-8-sig")
-    buffer, expected, number = "", "[", 0
+    buffer, expected, number, blank = "", "[", 0, 0
     while True:
+        blank += len(buffer)
         buffer = buffer.lstrip(_SPACE)
+        blank -= len(buffer)
         if not buffer:
+            if blank > max_row_bytes:  # a gigabyte of it fits a megabyte of gzip
+                raise ValueError(f"more than {max_row_bytes} bytes of white space after element {number}")
             buffer = text.read(_PIECE)
             if not buffer:
                 raise ValueError(f"the array ends early, after {number} elements")
@@ -114,7 +119,7 @@ def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> I
             buffer, expected = buffer[1:], "element"
         else:
             buffer, value = _element(text, buffer, number + 1, max_row_bytes)
-            expected, number = ",", number + 1
+            expected, number, blank = ",", number + 1, 0
             yield value
 
 

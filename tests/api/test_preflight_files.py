@@ -82,6 +82,9 @@ TARGETS: dict[str, tuple[Break, str]] = {
     "truncated weights": (shortened,
                           "{d}/model.safetensors has 100000 bytes, its header says 383461: the file is truncated; "
                           "download it again"),
+    "layers of no model": (edited("config.json", num_hidden_layers=2**63),
+                           "{d}/config.json: num_hidden_layers is larger than 10,000, which no model has; give the "
+                           "config of a decoder-only text model, as it was saved"),
     "offsets without an end": (endless_offsets, "{d}/model.safetensors has no safetensors header; download it again"),
     "index without a map": (written(INDEX, "{}"),
                             "{d}/model.safetensors.index.json has no weight_map of tensor names to files; save the "
@@ -288,6 +291,8 @@ DATA: dict[str, tuple[str, bytes, str]] = {
     "empty array": ("chats.json", b"[]", "holds no rows; give a file with one conversation per line"),
     "array": ("chats.jsonl", b'[{"messages": []}]\n',
               NO_CONVERSATION.format(n=1, fault="empty conversation")),
+    "array of white space": ("chats.json.gz", gzip.compress(b"[" + b" " * (9 << 20)),
+                             "more than 8388608 bytes of white space after element 0; write it again"),
     "broken array": ("chats.json", b'[{"messages": []} {}]', "no comma after element 1; write it again"),
     "git-LFS": ("chats.jsonl", POINTER.encode(), "a git-LFS pointer, not the file itself; run `git lfs pull` where it "
                                                  "was cloned, or download it with `hf download`"),

@@ -33,13 +33,13 @@ from eyrie_api.contract.targets import (
     trained_here,
 )
 from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
-from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound, UnsupportedTarget
+from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound
 from eyrie_api.file_rules import open_file
 from eyrie_api.planning.data_files import check_data_source, first_rows, usable_rows
 from eyrie_api.planning.hardware import memory_of
 from eyrie_api.planning.placement import read_profile
 from eyrie_api.planning.plan_work import DataFacts, Experts, TargetFacts
-from eyrie_api.planning.target_config import has_tied_embeddings, language_model
+from eyrie_api.planning.target_config import check_size, has_tied_embeddings, language_model
 from eyrie_api.planning.target_files import read_object, template_refusals
 from eyrie_api.settings import Settings
 
@@ -283,12 +283,8 @@ def target_facts(directory: Path) -> TargetFacts:
     config = language_model(read_config(directory))
 
     def figure(name: str, default: int | None = None) -> int:
-        value = config.get(name, default)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UnsupportedTarget(f"{directory / 'config.json'}: {name} is {value!r}, not a positive integer",
-                                    "give a decoder-only text model's config")
-        return value
+        value = config.get(name)
+        return check_size(str(directory / "config.json"), name, default if value is None else value)
 
     heads, hidden = figure("num_attention_heads"), figure("hidden_size")
     experts = next((name for name in _EXPERTS if config.get(name)), None)

@@ -29,6 +29,9 @@ _WITHOUT_ATTENTION_BIAS = ("mistral", "qwen2", "phi3")
 _WITH_MLP_BIAS = ("llama", "smollm3", "granite")
 _ONE_TYPE_OF_LAYER = ("mistral", "phi3")
 _TIED_BY_DEFAULT = ("smollm3",)
+_MAX_LAYERS, _MAX_SIZE = 10_000, 2**32
+"""Work and memory of the checks grow with the layers that a config names."""
+
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -43,9 +46,8 @@ def check_config(data: Mapping[str, Any]) -> None:
     check_sizes(data, "intermediate_size")
     for field in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = data.get(field)
-        if field in data and (value is not None or field == "max_position_embeddings") and not _is_count(value):
-            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
-                                    "save the model again")
+        if field in data and (value is not None or field == "max_position_embeddings"):
+            check_size("config.json", field, value)
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedTarget(f"config.json: rope parameters are {scaling!r}, not an object", "correct config.json")
@@ -73,16 +75,21 @@ def check_config(data: Mapping[str, Any]) -> None:
 
 
 def check_sizes(data: Mapping[str, Any], *others: str) -> None:
-    """Raises UnsupportedTarget naming a size that is not a positive integer."""
+    """Raises UnsupportedTarget naming a size that is not a positive integer, or that no model has."""
     for field in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", *others):
-        value = data.get(field)
-        if not _is_count(value):
-            raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer",
-                                    "save the model again")
+        check_size("config.json", field, data.get(field))
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def check_size(file: str, field: str, value: object) -> int:
+    """The value of a size in a config file. Raises UnsupportedTarget."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedTarget(f"{file}: {field} is {value!r}, not a positive integer",
+                                "give the config of a decoder-only text model, as it was saved")
+    most = _MAX_LAYERS if field == "num_hidden_layers" else _MAX_SIZE
+    if value > most:
+        raise UnsupportedTarget(f"{file}: {field} is larger than {most:,}, which no model has",
+                                "give the config of a decoder-only text model, as it was saved")
+    return value
 
 
 def check_drafter_config(data: Mapping[str, Any]) -> None:
