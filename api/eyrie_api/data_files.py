@@ -10,7 +10,7 @@ since users of the REST API give these paths.
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import IO, cast
@@ -84,6 +84,33 @@ def saved_to_disk(path: str) -> bool:
             (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file())
     except (OSError, ValueError, RuntimeError):  # as in `data_files`
         return False
+
+
+class RangedFile(io.RawIOBase):
+    """A file elsewhere, of which `read(start, length)` returns bytes, at most `length` of them."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
+        self._read, self._size, self._position = read, size_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = max(0, min(len(buffer), self._size - self._position))
+        data = self._read(self._position, wanted) if wanted else b""
+        buffer[:len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 def begins_array(start: bytes) -> bool:

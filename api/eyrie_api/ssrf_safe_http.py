@@ -34,6 +34,7 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.data_files import RangedFile
 from eyrie_api.errors import InvalidInput
 
 DEADLINE_S = 10.0
@@ -277,44 +278,19 @@ def open_at_any_place(url: str, rules: ReadRules | None, *, timeout_s: float,
     def ranged(first: int, last: int) -> WebFile:
         return WebFile(url, rules, timeout_s=timeout_s, first_byte=first, last_byte=last, resolve=resolve)
 
+    def read(start: int, length: int) -> bytes:
+        with ranged(start, start + length - 1) as part:
+            if part.range is None or int(part.range[1]) != start:
+                raise ConnectionError("the server answered another range")
+            return io.BufferedReader(part).read(length)
+
     with ranged(0, 0) as start:
         if start.range is not None:
-            return io.BufferedReader(_Ranges(ranged, int(start.range[3])), _BLOCK_BYTES)
+            return io.BufferedReader(RangedFile(read, int(start.range[3])), _BLOCK_BYTES)
         whole = io.BufferedReader(start).read(_BLOCK_BYTES + 1)
     if len(whole) > _BLOCK_BYTES:
         raise ValueError("the server does not answer ranges")
     return io.BytesIO(whole)
-
-
-class _Ranges(io.RawIOBase):
-    """The bytes of a file by ranges, each from a request of its own."""
-
-    def __init__(self, ranged: Callable[[int, int], WebFile], size: int) -> None:
-        self._ranged, self._size, self._position = ranged, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._position)
-        if wanted <= 0:
-            return 0
-        with self._ranged(self._position, self._position + wanted - 1) as part:
-            if part.range is None or int(part.range[1]) != self._position:
-                raise ConnectionError("the server answered another range")
-            read = io.BufferedReader(part).readinto(memoryview(buffer)[:wanted])
-        self._position += read
-        return read
 
 
 def _through(proxy: str, url: ParsedUrl) -> "_PinnedConnection":

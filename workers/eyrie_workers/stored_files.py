@@ -13,6 +13,7 @@ from typing import BinaryIO, cast
 
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore, while_unavailable
+from eyrie_api.data_files import RangedFile
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 
@@ -96,7 +97,13 @@ class RangeReader:
 
 
 def open_object(reader: RangeReader, key: str, size_bytes: int) -> BinaryIO:
-    return cast("BinaryIO", io.BufferedReader(_ObjectFile(reader, key, size_bytes), _BUFFER_BYTES))
+    def read(start: int, length: int) -> bytes:
+        data = reader.read(key, start, length)
+        if len(data) != length:
+            raise ArtifactCorrupt(f"{key} ends before its {size_bytes} bytes", "check the artifact store")
+        return data
+
+    return cast("BinaryIO", io.BufferedReader(RangedFile(read, size_bytes), _BUFFER_BYTES))
 
 
 def open_binary(path: Path) -> BinaryIO:
@@ -110,30 +117,3 @@ def open_binary(path: Path) -> BinaryIO:
     if stored is None:
         raise ArtifactMissing(f"no {key} in {store.url}", "run the stage that writes it, or retry the job")
     return open_object(RangeReader(store), key, stored.size_bytes)
-
-
-class _ObjectFile(io.RawIOBase):
-    def __init__(self, reader: RangeReader, key: str, size_bytes: int) -> None:
-        self._reader, self._key, self._size, self._at = reader, key, size_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = max(0, min(len(buffer), self._size - self._at))
-        data = self._reader.read(self._key, self._at, wanted) if wanted else b""
-        if len(data) != wanted:
-            raise ArtifactCorrupt(f"{self._key} ends before its {self._size} bytes", "check the artifact store")
-        buffer[:wanted] = data
-        self._at += wanted
-        return wanted
