@@ -121,7 +121,9 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
         raise ArtifactCorrupt(f"{path} has no tensor {error.args[0]!r}", "download or save the model again") from None
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ArithmeticError, MemoryError) as error:
+    except MemoryError as error:  # free when it was counted, and taken since
+        raise MemoryTooSmall(f"{device} has too little memory for {path}", "end other programs on it") from error
+    except (RuntimeError, TypeError, ArithmeticError) as error:
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
 
 
