@@ -339,6 +339,18 @@ def test_what_the_driver_decided_outlives_its_disk(harness: Harness, tmp_path: P
     assert harness.read("outcome.json") == kept
 
 
+def test_stages_that_run_again_leave_nothing_in_the_store_and_here(harness: Harness) -> None:
+    for stage in ("capture", "tune", "prove"):
+        harness.put(f"stages/{stage}/manifest.json", "{}")
+        directory = harness.home / "jobs" / "job-1" / "stages" / stage
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_text("{}")
+    harness.runner.discard("job-1", ("tune", "prove", "hardware"))
+    assert [stored.key for stored in harness.store.list("jobs/job-1")] == ["jobs/job-1/stages/capture/manifest.json"]
+    assert harness.read("stages/capture/manifest.json") == "{}"
+    assert harness.read("stages/tune/manifest.json") is harness.read("stages/prove/manifest.json") is None
+
+
 def test_a_deleted_job_leaves_neither_a_run_nor_bytes(harness: Harness, server: KfpServer) -> None:
     harness.start()
     harness.put("stages/regenerate/events.jsonl", "one\n")

@@ -159,6 +159,18 @@ def test_a_job_of_any_namespace_may_name_no_file_of_the_system_and_no_host_with_
     assert Jobs(harness.database).live() == ()
 
 
+def applied(one: Controller, harness: Harness, raw: dict[str, Any]) -> dict[str, Any]:
+    """The condition `Accepted` of a DraftEndpoint of namespace search, once everything is reconciled."""
+    raw["metadata"]["labels"] = {}
+    path = f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"
+    harness.server.put(path, raw)
+    one.handle_event("DraftEndpoint", "MODIFIED", harness.server.objects[path])
+    while len(one.queue):
+        assert one.process_next()
+    (accepted,) = (each for each in harness.server.objects[path]["status"]["conditions"] if each["type"] == "Accepted")
+    return dict(accepted)
+
+
 def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(harness: Harness) -> None:
     clock = Clock()
     Projects(harness.database).create(CreateProject(name="search", quotas=Quotas(
@@ -167,14 +179,7 @@ def test_an_object_that_exceeds_its_projects_quota_is_not_applied_and_says_so(ha
 
     def apply(**serve: Any) -> str:
         raw = draft_endpoint("search", serve=serve)
-        raw["metadata"]["labels"] = {}
-        path = f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"
-        harness.server.put(path, raw)
-        one.handle_event("DraftEndpoint", "MODIFIED", harness.server.objects[path])
-        while len(one.queue):
-            assert one.process_next()
-        (accepted,) = (each for each in harness.server.objects[path]["status"]["conditions"]
-                       if each["type"] == "Accepted")
+        accepted = applied(one, harness, raw)
         return f"{accepted['reason']}: {accepted['message']}"
 
     assert apply(replicas=4).startswith("QuotaReached: serve.replicas of endpoint 'chat' is 4")
@@ -196,14 +201,7 @@ def test_a_draft_endpoint_does_not_serve_files_that_its_namespaces_project_may_n
                          ({"model": "org/name", "revision": "/etc"}, "no branch, tag or commit")):
         raw = draft_endpoint("search")
         raw["spec"]["target"] = target
-        raw["metadata"]["labels"] = {}
-        path = f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"
-        harness.server.put(path, raw)
-        one.handle_event("DraftEndpoint", "MODIFIED", harness.server.objects[path])
-        while len(one.queue):
-            assert one.process_next()
-        (accepted,) = (each for each in harness.server.objects[path]["status"]["conditions"]
-                       if each["type"] == "Accepted")
+        accepted = applied(one, harness, raw)
         assert (accepted["status"], accepted["reason"]) == ("False", "InvalidInput")
         assert says in accepted["message"]
         assert harness.endpoints.list().items == ()
