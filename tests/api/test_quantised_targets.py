@@ -1,4 +1,4 @@
-"""Quantised targets at submission: which forms are accepted where, and what is said of the others."""
+"""Quantised targets at submission: which forms are accepted where, and how the others are refused."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -36,10 +36,10 @@ _WHOLE, _WORDS, _BYTES = ("F8_E4M3", "I8"), "I32", "U8"
 _CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 _PARTS = (("scale", "weight_scale"), ("scale", "weight_scale_inv"), ("scale", "scales"), ("zero", "weight_zero_point"),
           ("zero", "qzeros"), ("group", "weight_g_idx"), ("group", "g_idx"))
-"""What is stored beside the values of a matrix."""
+"""What is stored with the values of a matrix."""
 
 _BESIDE = ("input_scale", "input_zero_point", "activation_scale", "weight_shape")
-"""What engines that quantise activations store beside the weights."""
+"""What engines that quantise activations store with the weights."""
 
 
 @dataclass(frozen=True)

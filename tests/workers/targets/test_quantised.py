@@ -30,7 +30,7 @@ from tests.architectures.catalog import ARCHITECTURES, COMMON
 from tests.quantised import FORMS, MXFP4, quantised
 from tests.tiny import tiny_target
 from tests.workers.stages import test_capture as captures
-from tests.workers.stages import test_train as trainings
+from tests.workers.stages import test_train as train_stage
 
 LAYERS = (1, 2, 3)
 TEXT = torch.arange(3, 43)
@@ -151,7 +151,7 @@ def test_states_are_those_of_the_dequantised_model_in_transformers_and_a_drafter
         # The check could have failed: those of the model that was quantised are others.
         assert (whole.logits - other.logits).norm() > 3e-3 * other.logits.norm()
 
-    trained = train(trainings.write_spec(tmp_path / "train", target, tmp_path / "store", epochs=1, num_checkpoints=1),
+    trained = train(train_stage.write_spec(tmp_path / "train", target, tmp_path / "store", epochs=1, num_checkpoints=1),
                     Stage(tmp_path / "train", quiet=True)).report
     assert isinstance(trained, TrainReport)
     checkpoint = tmp_path / "train" / "checkpoints" / trained.checkpoints[-1].name
