@@ -47,6 +47,7 @@ from tests.api.samples import job_body
 from tests.servers import postgres
 from tests.servers.processes import Session, private_dir
 from tests.tiny import tiny_target
+from tests.workers.drafters import published_forms
 
 LIMIT_S = 30.0
 GROWTH = 1.5
@@ -202,7 +203,7 @@ def attack(campaign: Campaign, part: Part, routes: Sequence[Route], share_s: flo
 def attack_files(campaign: Campaign, part: Part, home: Path, share_s: float) -> dict[str, Any]:
     """Submit and plan jobs with mutated directories for a share of the campaign's time."""
     rng, until = random.Random(f"{campaign.seed}/files"), campaign.elapsed_s + share_s
-    valid = tiny_target(home / "valid")
+    valid = tiny_target(home / "valid", **published_forms.TARGET)
     statuses: Counter[str] = Counter()
     first, slowest = part.resident_mib(), 0.0
     while campaign.elapsed_s < until:
@@ -212,9 +213,9 @@ def attack_files(campaign: Campaign, part: Part, home: Path, share_s: float) -> 
             mutate_target(rng, valid, directory)
             body["target"] = {"model": str(directory)}
         elif kind == "drafter":
-            mutate_drafter(rng, valid, directory)
+            family = mutate_drafter(rng, directory)
             body |= rng.choice(({"rivals": [{"method": "drafter", "path": str(directory)}]},
-                                {"drafter": {"init_from": str(directory)}}))
+                                {"drafter": {"family": family, "init_from": str(directory)}}))
         else:
             body["data"] = {"sources": [{"path": mutate_data(rng, directory)}]}
         path = rng.choice((b"/v1alpha1/plans", b"/v1alpha1/jobs"))

@@ -1,6 +1,6 @@
 """Targets, drafters and data of strangers: directories with something evil in one or two of their files.
 
-Each is a valid one (the tiny target of the tests, the config.json of a drafter, rows of conversations) of which JSON is
+Each is a valid one (the tiny target of the tests, drafters in published forms, rows of conversations) of which JSON is
 mutated as request bodies are (`evil_values`), the header of a safetensors file is, or the bytes of any file are: cut,
 changed, emptied, replaced by a directory, by a link to itself or by one to a device.
 """
@@ -11,18 +11,12 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 from benchmarks.campaigns.evil_values import dump, evil_bytes, mutated
+from tests.workers.drafters import published_forms
 
 _ROW = {"messages": [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "hi"}], "tools": [
     {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]}
-_DRAFTER: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "draft_vocab_size": 256,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
-    "torch_dtype": "float32"}
-_SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def mutate_target(rng: random.Random, valid: Path, out: Path) -> None:
@@ -37,13 +31,14 @@ def mutate_target(rng: random.Random, valid: Path, out: Path) -> None:
         _mutate(rng, file)
 
 
-def mutate_drafter(rng: random.Random, target: Path, out: Path) -> None:
-    """A drafter's directory for that target, its config.json mutated, with weights that are no drafter's."""
-    out.mkdir()
-    sizes = json.loads((target / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(_DRAFTER | {name: sizes[name] for name in _SIZES}))
-    shutil.copy(target / "model.safetensors", out)
-    _mutate(rng, out / rng.choice(("config.json", "config.json", "config.json", "model.safetensors")))
+def mutate_drafter(rng: random.Random, out: Path) -> str:
+    """A drafter in a published form, for a target of `published_forms.TARGET`, one of its files mutated; returns its
+    family."""
+    program, family = rng.choice(list(published_forms.READ.values()))
+    program().write(out)
+    files = sorted(out.iterdir())
+    _mutate(rng, rng.choice((files[0], files[0], *files)))  # config.json is the first
+    return family
 
 
 def mutate_data(rng: random.Random, out: Path) -> str:
