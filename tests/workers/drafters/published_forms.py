@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 HIDDEN, INNER, VOCAB, DRAFT_VOCAB = 32, 64, 320, 128
 HEADS, KV_HEADS, HEAD_DIM, NUM_TARGET_LAYERS = 4, 2, 8, 12
-TARGET = {"num_layers": NUM_TARGET_LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+TARGET: dict[str, Any] = {"num_layers": NUM_TARGET_LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
 """Of `tests.tiny.tiny_target`."""
 
 Tensors = dict[str, torch.Tensor]
