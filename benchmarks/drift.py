@@ -70,7 +70,8 @@ def job_of(train_on: Path) -> JobSpec:
                       "max_new_tokens": TOKENS, "warmup_prompts": 1},
         "tune": {"num_steps": [3, 5], "top_k": [1], "num_draft_tokens": [6], "max_prompts": 4, "concurrencies": [1],
                  "ngram": False, "budget_s": 10.0},
-        "prove": {"concurrencies": [1], "requests": 12, "max_new_tokens": TOKENS, "parity_prompts": 4},
+        "prove": {"concurrencies": [1], "requests": 12, "most_pairs": 12, "max_new_tokens": TOKENS,
+                  "parity_prompts": 4},
         # Twelve requests on a machine that a caller uses too say little about first tokens.
         "promotion": {"canary": {"shares": [0.3], "min_requests": 5, "max_step_s": 20.0}, "max_ttft_p99_ratio": 10.0,
                       "drift": {"ratio": 0.85, "windows": 2, "window_s": 45.0, "action": "retrain"}},

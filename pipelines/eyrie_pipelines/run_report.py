@@ -26,6 +26,7 @@ _VERDICTS = {"promote": "By the figures of this run the drafter is promoted.",
              "awaits-approval": "By the figures of this run the drafter may be promoted by hand.",
              "keep-incumbent": "By the figures of this run the drafter is not promoted: what serves now is kept.",
              "no-drafter": "By the figures of this run the drafter is not promoted: the target serves without one."}
+_UNDECIDED = "The measurements of this run are too noisy to decide: what serves now is kept."
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport,
              ("Machine", f"{where.hardware}, {where.threads} threads, torch {where.torch}, {where.dtype}"),
              ("Measured", f"{where.date[:10]}, code {where.code_version}"),
              ("Intervals", "95 %; speed-up is over the same engine without a drafter")]
+    verdict = _UNDECIDED if decision.undecided else _VERDICTS[decision.verdict]
     return _TEMPLATE.render(title=f"Drafter for {job.spec.target.model}", facts=facts, sections=sections,
-                            decision=[_VERDICTS[decision.verdict], summarize_decision(decision)])
+                            decision=[verdict, summarize_decision(decision)])
 
 
 def _section(title: str, figure: Figure) -> ReportSection:

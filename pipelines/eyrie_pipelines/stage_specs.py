@@ -180,8 +180,9 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         reads=job.resolved.reads, benchmark=job.spec.benchmark,
-        prove=job.spec.prove.model_copy(update={"hardware": None}), drafter_dir=str(job_dir / checkpoint.path),
-        tune_dir=str(job_dir / tuned), engine=job.spec.engine, max_concurrency=job.spec.serve.max_concurrency,
+        prove=job.spec.prove.model_copy(update={"hardware": None}), promotion=job.spec.promotion,
+        drafter_dir=str(job_dir / checkpoint.path), tune_dir=str(job_dir / tuned), engine=job.spec.engine,
+        max_concurrency=job.spec.serve.max_concurrency,
         rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent,
         held_out_file=_held_out_file(job, job_dir))
 

@@ -332,6 +332,48 @@ def test_a_first_token_that_nobody_feels_to_be_later_passes_whatever_the_ratio()
     assert refused(decide(strict, STEADY, None, SUITES, proof_of(STEADY, load))) == ["ttft:1"]
 
 
+def noisy(ratio: float, low: float, high: float, **changes: Any) -> LoadReport:
+    return load_report(against("candidate", 1, ratio, pairs=50, throughput_interval=Interval(low=low, high=high),
+                               **changes), loads=(1,), candidate=cell(requests=24))
+
+
+@pytest.mark.parametrize(("load", "undecided", "reason"), [
+    (noisy(1.1, 0.78, 1.55), True, "TooNoisy"), (noisy(1.02, 0.95, 1.1), True, "TooNoisy"),
+    (noisy(0.9, 0.8, 1.01), False, "NotFaster"), (noisy(1.03, 1.01, 1.06), False, "NotFaster"),
+], ids=["as in a busy demo", "neither", "cannot reach the bound", "faster, and not by enough"])
+def test_an_interval_from_slower_to_fast_enough_decides_nothing(load: LoadReport, undecided: bool, reason: str) -> None:
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, load))
+    assert (decision.promote, decision.undecided, the(decision, "load:1").undecided) == (False, undecided, undecided)
+    assert decision_reason(decision) == reason
+
+
+def test_what_is_too_noisy_says_what_disturbed_it_and_what_would_be_enough() -> None:
+    proof = proof_of(STEADY, noisy(1.2, 0.9, 1.6)).model_copy(update={"disturbed": "other work used 40 %"})
+    words = the(decide(PromotionPolicy(), STEADY, None, SUITES, proof), "load:1").words
+    # Half a width of 0.288 in logarithms after 50 pairs, of which 9.6 s each were measured; log 1.2 is 0.182.
+    assert "after 50 pairs of blocks, other work used 40 %" in words
+    assert "about 125 would be enough, 1 min (prove.most_pairs)" in words
+    assert "eyrie retry JOB --from prove" in words
+
+
+def test_a_slower_suite_refuses_even_where_a_load_is_too_noisy_to_decide() -> None:
+    slow = noisy(1.1, 0.78, 1.55, by_category={"chat": 0.5, "math": 2.0})
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, slow))
+    assert (refused(decision), decision.undecided) == (["load:1", "load-suite:chat"], False)
+
+
+def test_a_late_first_token_refuses_when_its_interval_shows_it() -> None:
+    late = {"ttft_ratio": 2.5, "ttft_interval": Interval(low=1.2, high=5.0)}
+    slow = cell(ttft_p50=0.2, requests=24)
+    unsure = load_report(against("candidate", 1, 2.0, pairs=12, **late), loads=(1,), candidate=slow)
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, unsure))
+    assert (refused(decision), decision_reason(decision)) == (["ttft:1"], "TooNoisy")
+    late["ttft_interval"] = Interval(low=2.0, high=3.1)
+    shown = load_report(against("candidate", 1, 2.0, pairs=12, **late), loads=(1,), candidate=slow)
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, shown))
+    assert (refused(decision), decision_reason(decision)) == (["ttft:1"], "ChecksFailed")
+
+
 def test_a_candidate_that_fails_requests_its_target_would_have_answered_is_refused() -> None:
     lossy = load_report(against("candidate", 1, 2.0), loads=(1,), candidate=cell(lost=2))
     decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, lossy))

@@ -54,7 +54,7 @@ def job(name: str, conversations: int, tokens: int, *, strict: bool, **train: An
                       "max_new_tokens": 48, "warmup_prompts": 1},
         "tune": {"num_steps": [3, 5], "top_k": [1], "num_draft_tokens": [10], "ngram": False, "max_prompts": 4,
                  "temperatures": [0.0], "concurrencies": [1], "budget_s": 6.0},
-        "prove": {"concurrencies": [1], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
+        "prove": {"concurrencies": [1], "requests": 8, "most_pairs": 8, "max_new_tokens": 48, "parity_prompts": 4},
         "promotion": STRICT if strict else LENIENT,
         "serve": {"endpoint": "chat", "health_timeout_s": 90 * PATIENCE},
     }

@@ -76,8 +76,7 @@ REASONS = (
     Reason("NotFaster", "job: `Promoted=False`; history",
            "No drafter is promoted: none is faster than the target without one, or than what it had to beat, by the "
            "margins of `promotion`.",
-           "The message has the figures. Where `eyrie events JOB` has `MachineBusy`, other work ran during a "
-           "measurement: repeat the job on a quiet machine first. Then train on more data, or on the target's own "
+           "The message has the figures. Train on more data, or on the target's own "
            "answers (`regenerate`), or compare families ([choosing a family](../choosing_a_family.md))."),
     Reason("NothingToServe", "endpoint: `Serving=False`", "No revision of the endpoint has been promoted.",
            "`eyrie endpoints promote ENDPOINT --job JOB`."),
@@ -105,6 +104,11 @@ REASONS = (
     Reason("TargetDiffers", "DraftEndpoint: `Accepted=False`",
            "An endpoint of that name serves another target; an endpoint keeps its target.",
            "Apply the endpoint under another name."),
+    Reason("TooNoisy", "job: `Promoted=False`; history",
+           "The drafter is not shown to be faster and not shown to be slower: at a declared load the interval holds "
+           "both after `prove.most_pairs` pairs of blocks. What served goes on serving.",
+           "The message says what else ran on the machine and how many pairs would be enough. Measure again when it is "
+           "quiet (`eyrie retry JOB --from prove`), or submit the job with a larger `prove.most_pairs`."),
     Reason("TrafficDrifted", "endpoint: history",
            "Acceptance stayed below `promotion.drift.ratio` of the proven one for several windows in a row.",
            "Start the job that the entry offers (`data.job`); with `promotion.drift.action: retrain` it is started by "

@@ -96,7 +96,7 @@ def test_mtp_layers_are_benchmarked_tuned_and_proven_without_changing_an_answer(
         "report": tuned.model_copy(update={"map": None})}))
     proven = run(tmp_path / "prove", ProveStage, prove, ProveStage.model_validate(fields | {
         "tune_dir": str(tmp_path / "tune"), "max_concurrency": 4,
-        "prove": ProveSpec(concurrencies=(1,), requests=4, max_new_tokens=24, parity_prompts=4)}))
+        "prove": ProveSpec(concurrencies=(1,), requests=4, most_pairs=3, max_new_tokens=24, parity_prompts=4)}))
     assert isinstance(proven, ProveReport)
     assert proven.parity is not None
     assert proven.parity.passed, proven.parity.reasons

@@ -33,8 +33,8 @@ def stage_directory(tmp_path: Path, drafter: Path) -> Path:
     spec = ProveStage(
         job_id="j", checkpoint="c-step-1", candidate="c", target=TargetSpec(model="quickstart", dtype="float32"),
         benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="quickstart:chat", max_prompts=2),)),
-        prove=ProveSpec(concurrencies=(1,), requests=4, max_new_tokens=24, parity_prompts=4), drafter_dir=str(drafter),
-        tune_dir=str(tmp_path / "tune"), engine=EngineSpec(kind="sglang"), max_concurrency=4)
+        prove=ProveSpec(concurrencies=(1,), requests=4, most_pairs=3, max_new_tokens=24, parity_prompts=4),
+        drafter_dir=str(drafter), tune_dir=str(tmp_path / "tune"), engine=EngineSpec(kind="sglang"), max_concurrency=4)
     write_model(tmp_path / "tune" / "manifest.json", Manifest(
         stage="tune", job_id="j", spec_digest=digest_model(spec), code_version="0", report=tuned, files=(),
         started_at="2026-01-01T00:00:00+00:00", finished_at="2026-01-01T00:00:00+00:00"))

@@ -84,7 +84,7 @@ def job_spec(tmp: Path, **changes: Any) -> JobSpec:
                       "tree": {"num_steps": 2, "top_k": 1, "num_draft_tokens": 3}, "warmup_prompts": 0},
         "tune": {"num_steps": [2, 3], "top_k": [1, 2], "num_draft_tokens": [6], "max_prompts": 2,
                  "concurrencies": [1, 2]},
-        "prove": {"concurrencies": [1, 2], "requests": 4, "max_new_tokens": 8, "parity_prompts": 2},
+        "prove": {"concurrencies": [1, 2], "requests": 4, "most_pairs": 3, "max_new_tokens": 8, "parity_prompts": 2},
         "promotion": {"canary": {"shares": []}},
         "serve": {"health_timeout_s": 300},
     } | changes)

@@ -186,7 +186,7 @@ def entry_line(entry: LeaderboardEntry) -> str:
 
 def decision_line(decision: PromotionDecision) -> str:
     """The verdict with what decided it."""
-    return f"{decision.verdict}: {summarize_decision(decision)}"
+    return f"{'undecided, ' * decision.undecided}{decision.verdict}: {summarize_decision(decision)}"
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:

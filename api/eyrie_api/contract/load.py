@@ -41,8 +41,9 @@ class LoadSpec(Frozen):
     """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop sends at
     least two per user."""
 
-    repeats: int = Field(1, ge=1, le=100)
-    """Interleaved blocks per level; the order of the variants alternates."""
+    repeats: int = Field(1, ge=1, le=10_000)
+    """Interleaved blocks per level; the order of the variants alternates. The proof ends a level earlier when it is
+    clear."""
 
     warmup_requests: int = Field(2, ge=0, le=10_000)
     """Requests sent to every variant before each level, not counted."""
@@ -124,8 +125,10 @@ class LoadLevel(Frozen):
 
 
 class LoadComparison(Frozen):
-    """A variant against the baseline variant at one level; intervals by bootstrap over prompts, both variants
-    together."""
+    """A variant against the baseline variant at one level.
+
+    With `pairs` of blocks, ratio and interval of the throughput are over these pairs, and valid though the measurement
+    ended when they were clear; all other intervals by bootstrap over prompts, both variants together."""
 
     variant: str
     baseline: str
@@ -137,6 +140,14 @@ class LoadComparison(Frozen):
     """Ratio of tokens_per_s_per_user."""
 
     user_interval: Interval
+    pairs: int = 0
+    """Blocks of requests that both answered right after one another. 0: one server was measured after the other, or
+    requests arrived at a rate."""
+
+    ttft_ratio: float | None = None
+    """Time to first token, geometric mean over the pairs; None without them."""
+
+    ttft_interval: Interval | None = None
     ttft_p99_ratio: float | None = None
     by_category: dict[str, float] = Field(default_factory=dict)
     """user_ratio within each category."""

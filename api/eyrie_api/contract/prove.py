@@ -78,6 +78,9 @@ class ProveReport(Frozen):
     prompt_differences: tuple[str, ...] = ()
     """Where SGLang renders a conversation to other token ids than those that drafters are trained on."""
 
+    disturbed: str = ""
+    """Other work on the machine while the servers were measured, if it was more than tolerated."""
+
     restarts: int = 0
     """Servers that ended while they were measured and were started again."""
 
@@ -95,7 +98,12 @@ class ProveSpec(Frozen):
     """Expected concurrencies of the endpoint, ascending; the candidate must be faster at each."""
 
     requests: int = Field(24, ge=4, le=100_000)
-    """Requests per load and variant."""
+    """Requests per load and variant, at least."""
+
+    most_pairs: int = Field(100, ge=2, le=10_000)
+    """The budget of a load: with and without the drafter, blocks of two requests per user are answered in turn, until
+    the interval of their ratio decides, and at most so many pairs. 100 tell 1.2x from 1.05x where pairs vary by 30 %,
+    as beside other work."""
 
     max_new_tokens: int = Field(64, ge=2, le=131_072)
     """Longest answer of the proof, in tokens."""

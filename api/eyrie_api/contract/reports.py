@@ -491,6 +491,9 @@ class PromotionCheck(Frozen):
     figure: float | None = None
     bound: float | None = None
     interval: Interval | None = None
+    undecided: bool = False
+    """Not passed, and not shown to fail: the measurement was too noisy."""
+
     words: str
     """The finding in one sentence; also among the decision's reasons."""
 
@@ -503,6 +506,10 @@ class PromotionDecision(Frozen):
     reasons: tuple[str, ...]
     checks: tuple[PromotionCheck, ...] = ()
     """Every check, in order, passed or not."""
+
+    undecided: bool = False
+    """Every check that did not pass was too noisy to decide: the verdict says what serves, not that the candidate is no
+    better."""
 
     candidate_speedup: float | None = None
     incumbent_speedup: float | None = None

@@ -18,6 +18,7 @@ from eyrie_api.contract.families import Family
 from eyrie_api.contract.hardware import HardwareMeasurement, PlacedProfile
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.contract.model import Digest, Frozen
+from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ProveReport, ProveSpec
 from eyrie_api.contract.read_rules import ReadRules, reads_of_job
 from eyrie_api.contract.regeneration import RegenerateSpec
@@ -186,6 +187,9 @@ class ProveStage(Frozen):
     """Its suites are where the prompts come from."""
 
     prove: ProveSpec
+    promotion: PromotionPolicy = PromotionPolicy()
+    """What the load test measures until: its bounds."""
+
     drafter_dir: str
     tune_dir: str
     """Output directory of tune: its report says which setting to prove."""

@@ -21,16 +21,19 @@ Checks of the proof, measured in the serving engine (`ProveReport`):
 
 4. `proof`, `parity`: the proof exists, is of this checkpoint, and the engine serves what was trained.
 5. `load:<users>`: every declared load reaches the speed-up over no drafter, with an interval above 1
-   (`require_confidence`). Where the operating map says `off`, the interval must only not lie below 1.
+   (`require_confidence`). Where the operating map says `off`, the interval must only not lie below 1. An interval that
+   has both a slow-down and the required speed-up in it is undecided (`decisions.evidence`).
 6. `load-suite:<name>`: no required suite is slower than without a drafter; mean over the declared loads that draft.
 7. `ttft:<users>`: the ratio of the time to first token is within its bound, or the difference is below
-   `ttft_tolerance_s`; at p99, or at the median where a level has fewer than `_KNOWS_P99` requests. If set,
-   `max_ttft_p99_s` bounds p99 as well.
+   `ttft_tolerance_s`; at p99, or the geometric mean over pairs where a level has fewer than `_KNOWS_P99` requests: then
+   a ratio above the bound refuses when its interval is above it too. If set, `max_ttft_p99_s` bounds p99 as well.
    `answered:<users>`: no more requests failed than without a drafter.
 8. `incumbent-loads`: the speed-up over the incumbent reaches the margin; mean over the declared loads, same run.
    `rival-loads`: the same over the tuned rival, with `must_beat: rivals`.
 9. `changed-prompt`: with another system prompt the speed-up reaches `min_speedup_changed_prompt`, and with
    `require_identical` the outputs are identical.
+
+When every check that fails is undecided, the decision is: what serves is kept, and the reason is `TooNoisy`.
 
 When tuning found `off` best at every declared load, that is the reason, and no check of the proof runs. When it found
 n-gram look-up best and the drafter at no load, the checks of the benchmark, which measures the drafter, are skipped;
@@ -50,6 +53,7 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, PromotionCheck, PromotionDecision, TuneReport
 from eyrie_api.contract.targets import HELD_OUT
+from eyrie_api.decisions.evidence import first_token_standing, pairs_needed, speedup_standing
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
 
@@ -117,6 +121,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     return PromotionDecision(
         promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
         candidate_speedup=proven_speedup(candidate, proof),
+        undecided=not passed and policy.mode != "never" and all(check.passed or check.undecided for check in checks),
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
 
 
@@ -157,6 +162,8 @@ def on_suites(report: BenchmarkReport, suites: Collection[str]) -> BenchmarkRepo
 def decision_reason(decision: PromotionDecision) -> str:
     """The verdict as the reason of a condition and of an endpoint's history. A drafter that was refused for something
     other than its speed is not `NotFaster`."""
+    if decision.undecided:
+        return "TooNoisy"
     if decision.verdict != "no-drafter":
         return {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "awaits-approval": "AwaitsApproval"}[
             decision.verdict]
@@ -354,19 +361,20 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
                              words=f"{_at(users)}: declared, but not compared with no drafter in the serving engine")
         return
     ratio, interval = seen.throughput_ratio, seen.throughput_interval
-    between = f"[{interval.low:.2f}, {interval.high:.2f}]"
+    between, undecided = f"[{interval.low:.2f}, {interval.high:.2f}]", False
     if _is_off(proof, users):
         ok, bound = interval.high >= 1.0, 1.0
         words = (f"{_at(users)}: the operating map switches speculation off; {ratio:.2f}x {between}, "
                  f"{'not shown to be' if ok else 'shown to be'} slower than no drafter")
     else:
-        sure = interval.low > 1.0 or not policy.require_confidence
-        ok = ratio >= bound and sure
+        standing = speedup_standing(policy, ratio, interval)
+        ok, undecided = standing == "passed", standing == "open" and interval.low <= 1.0
         words = (f"{_at(users)}: {ratio:.2f}x {between} over no drafter in the serving engine, "
                  f"{_sign(ratio >= bound)} the required {bound:.2f}x")
-        if not sure:
-            words += ", and its interval reaches below 1 (promotion.require_confidence)"
-    yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, words=words)
+        if undecided:
+            words += f": {_what_would_be_enough(proof, load, seen, bound)}"
+    yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, undecided=undecided,
+                         words=words)
     yield _first_token(policy, load, seen, users)
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
     if mine is not None and bare is not None:
@@ -377,24 +385,41 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
                                                          f"({failures}), {excused} without a drafter")
 
 
+def _what_would_be_enough(proof: ProveReport, load: LoadReport, seen: LoadComparison, bound: float) -> str:
+    """What to do about an interval that is too wide, and what widened it."""
+    needed = pairs_needed(seen.throughput_ratio, seen.throughput_interval, seen.pairs, bound)
+    enough = ""
+    if needed is not None:
+        cells = [_cell(load, variant, round(seen.level)) for variant in (seen.variant, seen.baseline)]
+        minutes = sum(cell.seconds for cell in cells if cell is not None) * needed / seen.pairs / 60.0
+        enough = f"; at this noise about {needed} would be enough, {max(1.0, minutes):.0f} min (prove.most_pairs)"
+    return (f"too noisy to decide after {seen.pairs} pairs of blocks{f', {proof.disturbed}' if proof.disturbed else ''}"
+            f"{enough}. Measure again on a quiet machine: eyrie retry JOB --from prove")
+
+
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:
     name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
-    later = math.inf
+    later, interval = math.inf, None
     if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None:
         later = mine.ttft_s.p99 - bare.ttft_s.p99
         if min(mine.completed, bare.completed) < _KNOWS_P99:
-            quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
+            quantile, ratio, interval = "typical", seen.ttft_ratio, seen.ttft_interval
+            if ratio is None:  # not measured in pairs
+                quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
             later = mine.ttft_s.p50 - bare.ttft_s.p50
     if ratio is None:
         return PromotionCheck(name=name, passed=False, bound=bound,
                               words=f"{_at(users)}: p99 time to first token was not measured")
-    ok = ratio <= bound or later <= policy.ttft_tolerance_s
+    standing = first_token_standing(policy, ratio, interval, later)
+    ok, undecided = standing == "passed", standing == "open"
     words = (f"{_at(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
              f"{'within' if ratio <= bound else 'above'} {bound:.2f}x")
     if ok and ratio > bound:
         words += f" and only {later * 1e3:.0f} ms later (promotion.ttft_tolerance_s)"
-    if quantile == "median" and mine is not None and mine.ttft_s is not None and bare is not None \
+    if undecided and interval is not None:
+        words += f", which its interval [{interval.low:.2f}, {interval.high:.2f}] does not show: too noisy to decide"
+    if quantile != "p99" and mine is not None and mine.ttft_s is not None and bare is not None \
             and bare.ttft_s is not None:
         words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
                   f"{bare.ttft_s.p99:.3f} s; raise prove.requests to {_KNOWS_P99} to have it judged)")
@@ -403,8 +428,9 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
         within = worst is not None and worst <= policy.max_ttft_p99_s
         took = "not measured in seconds" if worst is None else f"p99 {worst:.3f} s"
         words += f"; {took}, {'within' if within else 'not within'} {policy.max_ttft_p99_s:g} s"
-        ok = ok and within
-    return PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, words=words)
+        ok, undecided = ok and within, undecided and within
+    return PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, undecided=undecided,
+                          words=words)
 
 
 def _suites_under_load(proof: ProveReport, load: LoadReport,
@@ -452,11 +478,14 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
     differ = compared - sum(ratio.identical for ratio in seen)
     if answers is not None:  # these are judged by near-ties; under load, answers are compared by their digests alone
         compared, differ = answers.prompts, answers.prompts - answers.identical - answers.explained
-    ok = slowest.user_ratio >= bound
+    ok, same = slowest.user_ratio >= bound, not differ or not policy.require_identical
+    undecided = not ok and same and bool(slowest.pairs) and slowest.throughput_interval.high >= bound
     words = (f"with another system prompt: {slowest.user_ratio:.2f}x over no drafter, {_sign(ok)} the required "
              f"{bound:.2f}x; {differ or 'no'} of {compared} outputs differ")
-    return PromotionCheck(name="changed-prompt", passed=ok and (not differ or not policy.require_identical),
-                          figure=slowest.user_ratio, bound=bound, interval=slowest.user_interval, words=words)
+    if undecided:
+        words += f"; too noisy to decide after {slowest.pairs} pairs of blocks"
+    return PromotionCheck(name="changed-prompt", passed=ok and same, figure=slowest.user_ratio, bound=bound,
+                          interval=slowest.user_interval, undecided=undecided, words=words)
 
 
 def _comparison(load: LoadReport, variant: str, baseline: str, users: int) -> LoadComparison | None:

@@ -188,11 +188,13 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
                                                                 " ".join(reply.content.split())),
                                       Text(reply.footer(), "dim")]
     if not promoted:
-        why = report["outcome"]["message"] or "nothing was measured"
+        why, serves = report["outcome"]["message"] or "nothing was measured", "since none is faster"
         if report["decision"] is not None:
-            why = summarize_decision(PromotionDecision.model_validate(report["decision"]))
+            decision = PromotionDecision.model_validate(report["decision"])
+            why = summarize_decision(decision)
+            serves = "until a measurement decides" if decision.undecided else serves
         return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
-                     Text("The target serves without a drafter, since none is faster."), *by_suite, *proven,
+                     Text(f"The target serves without a drafter, {serves}."), *by_suite, *proven,
                      *tried)
     speedup, cells = promoted["speedup"], [] if final is None else final.cells
     # How many answers equal the undrafted engine's, by kind of sampling.

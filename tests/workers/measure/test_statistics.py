@@ -12,6 +12,7 @@ from eyrie_workers.measure.intervals import (
     acceptance_interval,
     acceptance_length,
     add_histograms,
+    anytime_interval,
     conditional_acceptance,
     mean_speed_ratio,
     speed_interval,
@@ -120,3 +121,26 @@ def test_the_interval_of_tau_ignores_prompts_without_rounds_and_is_a_point_for_o
     assert interval.low < 3.5 < interval.high
     point = acceptance_interval(rounds[:1])
     assert (point.low, point.high) == (3.0, 3.0)
+
+
+def test_an_interval_that_is_looked_at_after_every_pair_misses_the_truth_once_in_twenty_at_most() -> None:
+    random, missed = np.random.default_rng(0), 0
+    for _ in range(400):
+        logs = list(random.normal(0.0, 0.3, 60))
+        looks = (anytime_interval(logs[:num], logs[:num]) for num in range(2, 61))
+        missed += any(not look.low <= 1.0 <= look.high for look in looks)
+    assert missed <= 0.05 * 400 + 3 * np.sqrt(400 * 0.05 * 0.95)
+    # One of 95 % at a fixed number of pairs, looked at as often, is wrong in a third of all measurements.
+    fixed = 0
+    for _ in range(400):
+        logs = random.normal(0.0, 0.3, 60)
+        fixed += any(abs(logs[:num].mean()) > student_quantile(0.975, num - 1) * logs[:num].std(ddof=1)
+                     / np.sqrt(num) for num in range(2, 61))
+    assert fixed > 100
+
+
+def test_many_pairs_of_few_prompts_are_no_narrower_than_their_prompts() -> None:
+    logs = [0.5, 0.9] * 50
+    few = anytime_interval(logs, [0.5, 0.9])
+    assert few.low < 1.0 < few.high
+    assert anytime_interval(logs, logs).low > 1.5

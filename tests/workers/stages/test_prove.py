@@ -36,7 +36,7 @@ LIMIT_S = 120.0
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 DEEP = Setting(tree=DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5))
 NGRAM = Setting(method="ngram", tree=CHAIN.tree)
-SMALL = ProveSpec(concurrencies=(1, 2), requests=4, max_new_tokens=8, parity_prompts=2)
+SMALL = ProveSpec(concurrencies=(1, 2), requests=4, most_pairs=3, max_new_tokens=8, parity_prompts=2)
 
 
 @pytest.fixture(autouse=True)

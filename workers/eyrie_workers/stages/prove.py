@@ -13,6 +13,10 @@ beat), all at once where their memory allows, else one after the other, and make
    servers answer; the reference engine replays their rounds when they are gone, so that it has the memory. Where it
    cannot hold the target all the same, or does not compute it, the answers alone are compared, and the report says so.
 
+A load is measured in pairs of blocks, with the candidate and without, until the interval of their ratio decides against
+the bounds of the promotion, or `prove.most_pairs` is reached (`eyrie_api.decisions.evidence`). Servers that do not fit
+next to each other have no such pairs: they answer a fixed number of requests.
+
 All three run even when one fails: promotion decides (`eyrie_api.decisions.promotion`), and its reasons cover all of
 them. When tuning found that speculation pays at none of the declared loads, the stage reports that and starts no
 server.
@@ -42,6 +46,13 @@ from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.stages import ProveStage
 from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
+from eyrie_api.decisions.evidence import (
+    Standing,
+    changed_prompt_standing,
+    first_token_standing,
+    no_slowdown_standing,
+    speedup_standing,
+)
 from eyrie_api.errors import EyrieError
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_api.planning.target_config import computed_by_reference
@@ -53,7 +64,13 @@ from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import REPORT, Suites, measuring, open_ledger, read_suites, round_robin
 from eyrie_workers.measure.benchmark.variants import first_difference
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
-from eyrie_workers.measure.load.report_statistics import crossover
+from eyrie_workers.measure.load.report_statistics import (
+    LevelResults,
+    PairedRatios,
+    crossover,
+    paired_ratios,
+    typical_ttft_s,
+)
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
 from eyrie_workers.measure.parity import (
     Served,
@@ -80,10 +97,14 @@ FIXED = "fixed"
 ANSWERS, PARITY, CHANGED_PROMPT = "answers", "parity", "changed system prompt"
 VARIANTS = "variants"  # folder of the servers' files
 _COMPARED_PROMPTS = 8  # of the proof, in addition to the probe's conversations
-_REPEATS = 2  # blocks per level, in mirrored orders of the variants (`eyrie_workers.measure.intervals`)
+_REPEATS = 2  # blocks per level where servers do not fit next to each other
 _WARMUP_REQUESTS = 2
 _LEAST_CONCURRENCY = 8
 """Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
+
+
+StandingOf = Callable[[PairedRatios, LevelResults, LevelResults], Standing]
+"""Of the candidate's comparison with the baseline, from their results so far."""
 
 
 class Answers(Frozen):
@@ -134,6 +155,7 @@ class Proof:
     done: int = 0  # requests of the finished checks
     total: int = 0
     current: int = 0  # requests of the running check
+    disturbed: str = ""  # other work while measuring
     last_try: bool = False  # a server has ended in the running check, which is being repeated
 
     def result(self, name: str) -> CheckResult | None:
@@ -157,14 +179,31 @@ class Proof:
         share = min(1.0, done / max(1, total))
         self.stage.progress(self.done + round(self.current * share), self.total, "requests", message)
 
-    def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
+    def measure(self, load: int, least: int, most_pairs: int, variants: Iterable[str], standing: StandingOf,
+                system_prompt: str | None = None) -> LoadReport:
+        """The variants at one load, until the comparison of candidate and baseline is not open any more.
+
+        least   requests per variant, at least
+        """
         assert self.pool is not None
         names, prompts = list(variants), self.prompts
         if self.pool.capacity < len(names):
-            return run_load_in_turn(names, self.endpoint, prompts, spec, BASELINE, self.report_progress,
-                                    self.stage.pause_point)
-        return run_load([self.endpoint(name) for name in names], prompts, spec, BASELINE, self.report_progress,
-                        self.stage.pause_point)
+            return run_load_in_turn(names, self.endpoint, prompts, load_spec(
+                self.spec, [load], max(1, least // _REPEATS), _REPEATS, system_prompt), BASELINE, self.report_progress,
+                self.stage.pause_point)
+
+        def is_clear(levels: Sequence[LevelResults]) -> bool:
+            level = {results.variant: results for results in levels}
+            if len(level[BASELINE].results) < least:
+                return False
+            ratios = paired_ratios(level[CANDIDATE], level[BASELINE])
+            return ratios is not None and standing(ratios, level[CANDIDATE], level[BASELINE]) != "open"
+
+        # A block has two requests per user, the fewest of a closed loop: pairs of short blocks are near in time.
+        return run_load([self.endpoint(name) for name in names], prompts,
+                        load_spec(self.spec, [load], 1, most_pairs, system_prompt), BASELINE,
+                        lambda done, _, label: self.report_progress(done, self.current, label),
+                        self.stage.pause_point, is_clear)
 
 
 def prove(spec: ProveStage, stage: Stage) -> Result:
@@ -213,7 +252,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     parts = [check.load for check in checks if check and check.load]
     comparisons = tuple(comparison for part in parts for comparison in part.comparisons)
     load = LoadReport(
-        model=parts[-1].model, spec=_load_spec(spec, spec.prove.concurrencies, spec.prove.requests),
+        model=parts[-1].model, spec=parts[-1].spec.model_copy(update={"concurrencies": spec.prove.concurrencies}),
         variants=parts[-1].variants, levels=tuple(level for part in parts for level in part.levels),
         comparisons=comparisons,
         crossover=crossover([comparison for comparison in comparisons if comparison.variant == CANDIDATE]),
@@ -222,8 +261,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     report = report.model_copy(update={
         "parity": parity.parity, "load": load, "changed_prompt": changed.load if changed else None,
         "changed_parity": parity.changed_parity,
-        "prompt_differences": collected.answers.prompt_differences, "restarts": proof.history.restarts,
-        "launch": launch, "seconds": time.monotonic() - started})
+        "prompt_differences": collected.answers.prompt_differences, "disturbed": proof.disturbed,
+        "restarts": proof.history.restarts, "launch": launch, "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
         stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
     holds = report.parity is not None and report.parity.passed
@@ -315,7 +354,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
     if not left:
         return
     stage, uses = proof.stage, proof.uses
-    with measuring(stage):
+    with measuring(stage) as disturbed:
         proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history)
         try:
             # Start as many servers as fit. An incumbent or a rival that cannot start is left out; others are required.
@@ -341,6 +380,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
                 proof.done += check.num_requests
         finally:
             pool.stop()
+    proof.disturbed = "".join(disturbed)
 
 
 def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
@@ -490,19 +530,33 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     return CheckResult(question=PARITY, parity=parity, changed_parity=changed)
 
 
-def _load_spec(spec: ProveStage, loads: Sequence[int], num_requests: int,
-               system_prompt: str | None = None) -> LoadSpec:
+def load_spec(spec: ProveStage, loads: Sequence[int], requests: int, repeats: int,
+              system_prompt: str | None = None) -> LoadSpec:
+    """The requests of the load test: `repeats` blocks of so many each."""
     return LoadSpec(
-        concurrencies=tuple(loads), requests=max(1, num_requests // _REPEATS), repeats=_REPEATS,
-        warmup_requests=_WARMUP_REQUESTS, max_new_tokens=spec.prove.max_new_tokens, system_prompt=system_prompt,
+        concurrencies=tuple(loads), requests=requests, repeats=repeats, warmup_requests=_WARMUP_REQUESTS,
+        max_new_tokens=spec.prove.max_new_tokens, system_prompt=system_prompt,
         seed=spec.benchmark.seed)
 
 
 def _check_load(proof: Proof, load: int) -> CheckResult:
     variants = [name for name in proof.uses if name != FIXED]
-    report = proof.measure(_load_spec(proof.spec, [load], proof.spec.prove.requests), variants)
+    policy, prove, chart = proof.spec.promotion, proof.spec.prove, proof.uses[CANDIDATE].map
+    is_off = chart is not None and chart.at(load).setting == OFF
+
+    def standing(ratios: PairedRatios, candidate: LevelResults, baseline: LevelResults) -> Standing:
+        if is_off:
+            return no_slowdown_standing(policy, ratios.throughput_interval)
+        speed = speedup_standing(policy, ratios.throughput, ratios.throughput_interval)
+        if speed != "passed" or ratios.ttft is None:
+            return speed
+        later_s = typical_ttft_s(candidate) - typical_ttft_s(baseline)
+        return first_token_standing(policy, ratios.ttft, ratios.ttft_interval, later_s)
+
+    report = proof.measure(load, prove.requests, prove.most_pairs, variants, standing)
     for pair in report.comparisons:
         first = "" if pair.ttft_p99_ratio is None else f", time to first token (p99) {pair.ttft_p99_ratio:.2f}x"
+        first += f", {pair.pairs} pairs of blocks" if pair.pairs else ""
         interval = f"{pair.throughput_interval.low:.2f}-{pair.throughput_interval.high:.2f}"
         proof.stage.event("LoadMeasured", f"{users(load)}: {pair.variant} {pair.throughput_ratio:.2f}x ({interval}) "
                           f"the tokens per second of {pair.baseline}{first}")
@@ -513,9 +567,12 @@ def _check_load(proof: Proof, load: int) -> CheckResult:
 
 def _check_changed_prompt(proof: Proof) -> CheckResult:
     prove = proof.spec.prove
+    policy = proof.spec.promotion
     # Half of the requests: enough to see whether acceptance collapses, which needs no narrow interval.
-    spec = _load_spec(proof.spec, [min(prove.concurrencies)], prove.requests // 2, prove.system_prompt)
-    report = proof.measure(spec, (BASELINE, CANDIDATE))
+    report = proof.measure(
+        min(prove.concurrencies), prove.requests // 2, -(-prove.most_pairs // 2), (BASELINE, CANDIDATE),
+        lambda ratios, _candidate, _baseline: changed_prompt_standing(policy, ratios.throughput_interval),
+        prove.system_prompt)
     for pair in report.comparisons:
         interval = f"{pair.user_interval.low:.2f}-{pair.user_interval.high:.2f}"
         proof.stage.event("ChangedPrompt", f"with another system prompt: {pair.user_ratio:.2f}x ({interval}) for a "

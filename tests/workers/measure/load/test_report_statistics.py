@@ -145,3 +145,35 @@ def test_the_crossover_is_interpolated_over_the_logarithm_of_the_load() -> None:
 
 def test_the_crossover_is_the_first_compared_variants() -> None:
     assert crossover([compared_at(1, 2.0), compared_at(1, 0.5, "incumbent")]) is None
+
+
+def in_blocks(variant: str, *block_s: float, prompts: int = 40) -> LevelResults:
+    """Blocks of two requests in turn, of these seconds each, over so many prompts."""
+    results = tuple(replace(result(2 * repeat + index, seconds / 2), repeat=repeat, index=index,
+                            prompt_id=f"p{(2 * repeat + index) % prompts}")
+                    for repeat, seconds in enumerate(block_s) for index in range(2))
+    return LevelResults(variant, RequestLevel("closed", 1), results, sum(block_s), 0.01, dict(enumerate(block_s)))
+
+
+def test_pairs_of_blocks_near_in_time_are_compared_however_much_the_machine_changes_between_them() -> None:
+    slow_hour = (1.0, 1.1, 5.0, 5.2, 1.0, 0.9)
+    off, fast = in_blocks("off", *(2.0 * s for s in slow_hour)), in_blocks("candidate", *slow_hour)
+    report = comparison(fast, off, SPEC)
+    assert report is not None
+    assert (report.pairs, report.throughput_ratio) == (6, pytest.approx(2.0))
+    assert report.throughput_interval.low == pytest.approx(2.0)
+    assert report.ttft_ratio == pytest.approx(1.0)
+
+
+def test_a_neighbour_in_half_of_the_pairs_widens_the_interval_to_no_evidence() -> None:
+    off = in_blocks("off", *[2.0] * 8)
+    report = comparison(in_blocks("candidate", *[1.0, 3.0] * 4), off, SPEC)
+    assert report is not None
+    assert report.throughput_interval.low < 1.0 < report.throughput_interval.high
+
+
+def test_few_pairs_are_compared_by_their_prompts() -> None:
+    report = comparison(in_blocks("candidate", *[1.0] * 4), in_blocks("off", *[2.0] * 4), SPEC)
+    assert report is not None
+    assert (report.pairs, report.ttft_ratio) == (0, None)
+    assert report.throughput_ratio == pytest.approx(2.0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from eyrie_api.contract.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadClient, LoadEndpoint, LoadRequest, RequestResult
+from eyrie_workers.measure.load.report_statistics import LevelResults
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
 from eyrie_workers.measure.load.schedule import RequestLevel, arrivals
 from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing
@@ -208,3 +209,21 @@ def test_an_open_loop_sends_every_request_once(plain_url: str) -> None:
     level = only(run_load([LoadEndpoint("off", plain_url, "m")], prompts(4), spec).levels)
     assert (level.mode, level.level, level.total.completed) == ("open", 200.0, 20)
     assert level.total.seconds >= arrivals(spec, RequestLevel("open", 200.0), 0, 20)[-1]
+
+
+def test_a_level_ends_when_it_is_clear_and_the_next_is_measured(url: str, plain_url: str) -> None:
+    spec = LoadSpec(concurrencies=(1, 2), requests=1, repeats=9, max_new_tokens=9, warmup_requests=0)
+    seen: list[tuple[float, int]] = []
+
+    def is_clear(levels: Sequence[LevelResults]) -> bool:
+        assert [level.variant for level in levels] == ["off", "candidate"]
+        assert len({len(level.block_s) for level in levels}) == 1  # whole pairs
+        seen.append((levels[0].level.value, len(levels[0].block_s)))
+        return len(levels[0].block_s) == 6
+
+    report = run_load([LoadEndpoint("off", plain_url, "m"), LoadEndpoint("candidate", url, "m")], prompts(24), spec,
+                      is_clear=is_clear)
+    assert seen == [(level, pairs) for level in (1.0, 2.0) for pairs in range(1, 7)]
+    assert [(level.level, level.total.completed) for level in report.levels] == [
+        (1.0, 12), (1.0, 12), (2.0, 24), (2.0, 24)]
+    assert [pair.pairs for pair in report.comparisons] == [6, 6]

@@ -24,13 +24,13 @@ def test_levels_are_ascending_and_unique() -> None:
 
 def test_the_order_of_the_variants_turns_round_from_block_to_block() -> None:
     spec = LoadSpec(concurrencies=(1, 2), repeats=3, requests=4)
-    order = [block.variant for block in blocks(prompts(4), ["a", "b"], spec)]
+    order = [block.variant for repeat in blocks(prompts(4), ["a", "b"], spec) for block in repeat]
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
 
 
 def test_all_variants_receive_the_same_requests_and_the_next_repeat_continues() -> None:
     spec = LoadSpec(concurrencies=(1,), repeats=2, requests=4)
-    first, second, third, _ = blocks(prompts(8), ["a", "b"], spec)
+    (first, second), (third, _) = blocks(prompts(8), ["a", "b"], spec)
     assert first.requests == second.requests
     assert [request.prompt.id for request in first.requests] == ["p0", "p1", "p2", "p3"]
     assert [request.prompt.id for request in third.requests] == ["p4", "p5", "p6", "p7"]
@@ -43,7 +43,7 @@ def test_prompts_are_drawn_from_the_categories_in_turn_however_many_each_has() -
 
 def test_warm_up_draws_from_the_end_and_runs_before_the_first_repeat_only() -> None:
     spec = LoadSpec(concurrencies=(1,), repeats=2, requests=2, warmup_requests=2)
-    warmed = [[request.prompt.id for request in block.warmup] for block in blocks(prompts(8), ["a"], spec)]
+    warmed = [[request.prompt.id for request in block.warmup] for (block,) in blocks(prompts(8), ["a"], spec)]
     assert warmed == [["p6", "p7"], []]
 
 

@@ -199,8 +199,10 @@ def open_ledger(kind: type[EntryT], stage: Stage, spec: Frozen, name: str) -> Js
 
 
 @contextmanager
-def measuring(stage: Stage) -> Iterator[None]:
+def measuring(stage: Stage) -> Iterator[list[str]]:
     """Hold the machine lock; events report a wait for it, and afterwards other work that ran on the machine.
+
+    Yields a list that has that finding when the block was left.
 
     Models are loaded inside too: one benchmark must not load its models while another is being timed.
     """
@@ -215,10 +217,11 @@ def measuring(stage: Stage) -> Iterator[None]:
 
     adopt_orphans()  # a killed server's processes
     with machine_lock(while_waiting, gpus=own_gpus()):
-        before = ProcessorTime.now()
-        yield
+        before, found = ProcessorTime.now(), list[str]()
+        yield found
         disturbed = interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0])
     if disturbed:
+        found.append(disturbed)
         stage.event("MachineBusy", disturbed, warning=True)
 
 

@@ -9,11 +9,17 @@ Uncertainty comes from the choice of prompts: prompts are resampled, all request
 the tokens and the response time of each prompt: in a closed loop of c users throughput is c * tokens / response time,
 except for the ramp-down. In an open loop arrivals determine the throughput until the server is saturated, and the
 width is then too large.
+
+Where variants answer the same block of requests right after one another (`run.run_load`), a closed loop is compared by
+these pairs of blocks: the ratio is the geometric mean over pairs, and its interval, over pairs and over the prompts of
+a block, stays valid when the test ends as soon as it is clear (`intervals.anytime_interval`). A neighbour that takes
+the processor for a few seconds widens it; resampling prompts does not see that.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -40,10 +46,14 @@ class LevelResults:
     cpu_s: float
     """CPU time of the load generator during the blocks."""
 
+    block_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of each block by its repeat, where the variants answered it right after one another; empty: they did
+    not."""
+
     def __add__(self, more: "LevelResults") -> "LevelResults":
         """With the results of more blocks of the same variant and level."""
         return LevelResults(self.variant, self.level, self.results + more.results, self.seconds + more.seconds,
-                            self.cpu_s + more.cpu_s)
+                            self.cpu_s + more.cpu_s, {**self.block_s, **more.block_s})
 
 
 def quantiles(values: FloatArray) -> Quantiles | None:
@@ -122,19 +132,81 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     if not throughput or not user:
         return None
     compared, identical = _identical(pairs)
+    near = paired_ratios(variant, baseline)
     by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
                    for name in ours.by_category.keys() & theirs.by_category.keys()}
     return LoadComparison(
         variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
-        throughput_ratio=throughput,
-        throughput_interval=_interval(throughput, pairs, lambda results: (
+        throughput_ratio=near.throughput if near else throughput,
+        throughput_interval=near.throughput_interval if near else _interval(throughput, pairs, lambda results: (
             float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)),
             spec.seed),
+        pairs=near.pairs if near else 0, ttft_ratio=near.ttft if near else None,
+        ttft_interval=near.ttft_interval if near else None,
         user_ratio=user, user_interval=_interval(user, pairs, _rates, spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
         by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
         compared=compared, identical=identical)
+
+
+@dataclass(frozen=True)
+class PairedRatios:
+    """Geometric means over pairs of blocks, with intervals that are valid at every look."""
+
+    pairs: int
+    throughput: float
+    throughput_interval: Interval
+    ttft: float | None
+    ttft_interval: Interval | None
+
+
+def paired_ratios(variant: LevelResults, baseline: LevelResults) -> PairedRatios | None:
+    """A variant against the baseline by pairs of blocks; None where they were not near in time, or are too few for an
+    interval."""
+    throughput, ttft = list[float](), list[float]()
+    speed_of, wait_of = dict[PromptKey, list[float]](), dict[PromptKey, list[float]]()
+    ours, theirs = _by_block(variant), _by_block(baseline)
+    for repeat in sorted(variant.block_s.keys() & baseline.block_s.keys()):
+        mine, its = ours.get(repeat, {}), theirs.get(repeat, {})
+        tokens = [sum(result.tokens for result in side.values()) for side in (mine, its)]
+        if not all(tokens):
+            continue
+        throughput.append(math.log(tokens[0] / variant.block_s[repeat] / (tokens[1] / baseline.block_s[repeat])))
+        waits = []
+        for index in mine.keys() & its.keys():
+            first, second = mine[index], its[index]
+            prompt = (first.category, first.prompt_id)
+            if (fast := _rates([first])[0]) and (slow := _rates([second])[0]):
+                speed_of.setdefault(prompt, []).append(math.log(fast / slow))
+            if first.ttft_s and second.ttft_s:
+                waits.append(math.log(first.ttft_s / second.ttft_s))
+                wait_of.setdefault(prompt, []).append(waits[-1])
+        ttft += [fmean(waits)] if waits else []
+    if len(throughput) < intervals.FEWEST_PAIRS:
+        return None
+
+    def around(logs: list[float], of_prompts: dict[PromptKey, list[float]]) -> Interval:
+        return intervals.anytime_interval(logs, list(map(fmean, of_prompts.values())))
+
+    return PairedRatios(
+        len(throughput), math.exp(fmean(throughput)), around(throughput, speed_of),
+        math.exp(fmean(ttft)) if ttft else None, around(ttft, wait_of) if ttft else None)
+
+
+def typical_ttft_s(level: LevelResults) -> float:
+    """Median time to first token; infinite where none was measured."""
+    waits = quantiles(np.array([result.ttft_s for result in level.results if result.ttft_s is not None]))
+    return math.inf if waits is None else waits.p50
+
+
+def _by_block(level: LevelResults) -> dict[int, dict[int, RequestResult]]:
+    """Completed requests by repeat and index."""
+    found: dict[int, dict[int, RequestResult]] = {}
+    for result in level.results:
+        if result.failure is None:
+            found.setdefault(result.repeat, {})[result.index] = result
+    return found
 
 
 def crossover(comparisons: Iterable[LoadComparison]) -> float | None:

@@ -17,7 +17,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from eyrie_api.contract.load import LoadReport, LoadSpec
@@ -31,6 +31,7 @@ from eyrie_workers.measure.load.schedule import RequestBlock, RequestLevel, bloc
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
+IsClear = Callable[[Sequence[LevelResults]], bool]
 ResultT = TypeVar("ResultT")
 
 _AFTER_FAILURE_S = 0.1
@@ -44,12 +45,15 @@ _MAX_UNPARSED = 1024
 
 
 def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec, baseline: str = "off",
-             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
+             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None,
+             is_clear: IsClear | None = None) -> LoadReport:
     """Run the load test of `spec` on all variants and report.
 
     baseline      name of the variant that the others are compared with; unused with one variant.
     on_progress   called with completed requests, all requests, label of the block; warm-up included.
     pause_point   called several times per second; what it raises ends the test and is raised here.
+    is_clear      called after each repeat of a level with its results so far: True ends the level, before its last
+                  repeat.
 
     Raises InvalidInput for invalid variants, prompts or baseline; EndpointUnusable when a server fails the first
     request. Single failed requests are counted in the report, not raised.
@@ -60,7 +64,7 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: 
             "choose the baseline from the variants",
         )
     started = time.perf_counter()
-    run = measure(variants, prompts, spec, on_progress, pause_point)
+    run = measure(variants, prompts, spec, on_progress, pause_point, is_clear)
     models = " / ".join(dict.fromkeys(variant.model for variant in variants))
     return load_report(models, run, spec, baseline, time.perf_counter() - started)
 
@@ -102,7 +106,7 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
     by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
     for new in (level for part in parts for level in part.levels):
         old = by_level.get((new.variant, new.level))
-        by_level[new.variant, new.level] = new if old is None else old + new
+        by_level[new.variant, new.level] = replace(new if old is None else old + new, block_s={})
     return model, LoadTestResults(
         {name: what for part in parts for name, what in part.variants.items()}, list(by_level.values()),
         list(dict.fromkeys(note for part in parts for note in part.notes)))
@@ -131,7 +135,8 @@ class LoadTestResults:
 
 
 def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
-            on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadTestResults:
+            on_progress: OnProgress | None = None, pause_point: PausePoint | None = None,
+            is_clear: IsClear | None = None) -> LoadTestResults:
     """Send all requests. Raises like `run_load`."""
     names = [variant.name for variant in variants]
     if not variants or len(set(names)) < len(names):
@@ -147,17 +152,18 @@ def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: L
             raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
                                f"raise the limit (ulimit -n {need}), or use lower levels")
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
-    return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point).run())
+    return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point, is_clear).run())
 
 
 class _LoadTest:
     def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
-                 on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
+                 on_progress: OnProgress | None, pause_point: PausePoint | None, is_clear: IsClear | None) -> None:
         self._clients = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts
         self._spec = spec
         self._on_progress = on_progress
         self._pause_point = pause_point
+        self._is_clear = is_clear
         self._done = 0
         self._total = total_requests(prompts, list(self._clients), spec)
         self._label = ""
@@ -176,10 +182,17 @@ class _LoadTest:
 
     async def _blocks(self) -> LoadTestResults:
         by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
-        for block in blocks(self._prompts, list(self._clients), self._spec):
-            new = await self._polling(self._block(block))
-            old = by_level.get((block.variant, block.level))
-            by_level[block.variant, block.level] = new if old is None else old + new
+        clear: set[RequestLevel] = set()
+        for repeat in blocks(self._prompts, list(self._clients), self._spec):
+            asked = repeat[0].level
+            if asked in clear:
+                continue
+            for block in repeat:
+                new = await self._polling(self._block(block))
+                old = by_level.get((block.variant, asked))
+                by_level[block.variant, asked] = new if old is None else old + new
+            if self._is_clear is not None and self._is_clear([by_level[name, asked] for name in self._clients]):
+                clear.add(asked)
         descriptions = {name: f"{client.variant.what} ({client.origin.url})" if client.variant.what
                         else client.origin.url for name, client in self._clients.items()}
         run = LoadTestResults(descriptions, list(by_level.values()))
@@ -215,7 +228,9 @@ class _LoadTest:
         else:
             sending = self._open_loop(client, block.requests)
         results, ended = await self._parse_while(client, sending)
-        return LevelResults(block.variant, block.level, results, ended - started, time.thread_time() - cpu_started)
+        seconds = ended - started
+        return LevelResults(block.variant, block.level, results, seconds, time.thread_time() - cpu_started,
+                            {block.repeat: seconds} if block.level.mode == "closed" else {})
 
     async def _closed_loop(self, client: LoadClient, requests: Sequence[LoadRequest], users: int) -> None:
         """`users` concurrent users; each takes the next request when its previous one is complete."""

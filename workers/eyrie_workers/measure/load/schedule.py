@@ -46,6 +46,7 @@ class RequestBlock:
     """One variant at one level, in one repeat."""
 
     level: RequestLevel
+    repeat: int
     variant: str
     warmup: tuple[LoadRequest, ...]
     requests: tuple[LoadRequest, ...]
@@ -72,7 +73,8 @@ def draw_prompts(prompts: Sequence[Prompt], start: int, num: int) -> list[Prompt
     return [columns[column][row % len(columns[column])] for row, column in positions]
 
 
-def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[RequestBlock]:
+def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[list[RequestBlock]]:
+    """The blocks of all variants, repeat by repeat and level by level."""
     block_index = count()
     for level in levels(spec):
         num = num_requests(spec, level)
@@ -84,7 +86,7 @@ def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -
                              for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
             warmup = tuple(LoadRequest(prompt, repeat, -1 - index) for index, prompt in enumerate(
                 draw_prompts(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
-            yield from (RequestBlock(level, variant, warmup, requests) for variant in order)
+            yield [RequestBlock(level, repeat, variant, warmup, requests) for variant in order]
 
 
 def arrivals(spec: LoadSpec, level: RequestLevel, repeat: int, num: int) -> list[float]:
@@ -99,4 +101,5 @@ def arrivals(spec: LoadSpec, level: RequestLevel, repeat: int, num: int) -> list
 
 def total_requests(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> int:
     """Number of requests of the test, warm-up included."""
-    return sum(len(block.warmup) + len(block.requests) for block in blocks(prompts, variants, spec))
+    return sum(len(block.warmup) + len(block.requests) for repeat in blocks(prompts, variants, spec)
+               for block in repeat)
