@@ -16,7 +16,7 @@ from benchmarks import training_memory
 from eyrie_api.contract.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.contract.data import FEW_ROWS, DataSpec
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.plan import Plan
+from eyrie_api.contract.plan import Plan, StagePlan
 from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
@@ -152,7 +152,7 @@ def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_char
     families = ["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
     every = plan_of(job_spec(sweep={"families": families}), SMALL, None)
     assert every.stages[2].tokens == 6 * one.stages[2].tokens, "families are not halved against one another"
-    assert [note.partition(":")[0] for note in every.notes] == families
+    assert [note.partition(":")[0] for note in every.notes[1:]] == families
 
 
 def test_answers_of_the_data_take_no_time_to_generate_and_are_captured_like_others() -> None:
@@ -351,3 +351,16 @@ def test_a_float32_target_whose_checkpoint_is_narrower_is_named_where_gpus_compu
                                  (SMALL, {"placement": placed}, False)):
         warnings = plan_of(job_spec(target={"model": "quickstart", "dtype": "float32"}, **more), target, None).warnings
         assert any("the checkpoint stores bfloat16" in warning for warning in warnings) == warned
+
+
+def test_the_proof_is_planned_as_clear_after_few_pairs_and_its_note_says_what_its_budget_takes() -> None:
+    def proof(**fields: object) -> StagePlan:
+        plan = plan_of(job_spec(prove={"concurrencies": [1, 8], "requests": 4, "system_prompt": "",
+                                       "parity_prompts": 1, "max_new_tokens": 10} | fields), SMALL, None)
+        assert "measures every load until it is clear" in plan.notes[0]
+        return next(stage for stage in plan.stages if stage.stage == "prove")
+
+    # Six pairs of blocks of two requests per user, with and without the drafter, and the parity of one prompt.
+    assert proof().tokens == 2 * 6 * (2 + 16) * 10 + 3 * 10
+    assert proof(most_pairs=2).tokens == 2 * 2 * (2 + 16) * 10 + 3 * 10
+    assert proof(requests=32).tokens == 2 * (16 * 2 + 6 * 16) * 10 + 3 * 10

@@ -23,6 +23,7 @@ from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
     hours_of,
+    longest_proof_hours,
     plan_benchmark,
     plan_capture,
     plan_prove,
@@ -43,7 +44,7 @@ from eyrie_api.planning.plan_work import (
 )
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
-from eyrie_api.quantities import size
+from eyrie_api.quantities import duration, size
 
 STAGES: tuple[StageKey, ...] = get_args(StageKey)
 _LITTLE_OF_THE_UNION = 0.5
@@ -108,9 +109,13 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         assumptions=(*_assumptions(work, used, counts),
                      *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
         warnings=tuple(warnings), present=present,
-        notes=(*((present.words,) if present else ()), *map(_description, job.families),
+        notes=(*((present.words,) if present else ()),
+               "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
+               f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs)",
+               *map(_description, job.families),
                *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
-                 for rival in job.rivals)), fits_disk=fits, candidate_rows=work.candidate_rows)
+                 for rival in job.rivals)),
+        fits_disk=fits, candidate_rows=work.candidate_rows)
 
 
 def _description(family: str) -> str:

@@ -171,12 +171,31 @@ def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
 
 def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:
     """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
-    and without the drafter, and with a rival that the winner has to beat."""
+    and without the drafter, and with a rival that the winner has to beat; where the fewest pairs are clear."""
+    return _proof(work, rates, _CLEAR_PAIRS)
+
+
+def longest_proof_hours(work: PlannedWork, rates: Rates) -> float:
+    """Where no load is clear before its budget of pairs ends."""
+    return _proof(work, rates, work.spec.prove.most_pairs).hours
+
+
+_CLEAR_PAIRS = 6  # of blocks: what a drafter of 1.5x or more takes on a quiet machine
+
+
+def _proof(work: PlannedWork, rates: Rates, pairs: int) -> StagePlan:
     prove = work.spec.prove
-    each = (2 + work.job.rivals_to_tune) * prove.requests * prove.max_new_tokens
-    together = each * sum(load > 1 for load in prove.concurrencies)
-    alone = (each * (sum(load <= 1 for load in prove.concurrencies) + bool(prove.system_prompt))
+    variants = 2 + work.job.rivals_to_tune
+
+    def tokens(users: int, least: int, pairs: int) -> int:
+        block = 2 * users  # two requests per user
+        return max(math.ceil(least / block), min(pairs, prove.most_pairs)) * block * prove.max_new_tokens
+
+    together = variants * sum(tokens(load, prove.requests, pairs) for load in prove.concurrencies if load > 1)
+    alone = (variants * sum(tokens(load, prove.requests, pairs) for load in prove.concurrencies if load <= 1)
              + 3 * prove.parity_prompts * prove.max_new_tokens)
+    if prove.system_prompt:
+        alone += 2 * tokens(min(prove.concurrencies), prove.requests // 2, math.ceil(pairs / 2))
     return StagePlan(stage="prove", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=hours_of(alone * work.flops_per_token, rates.single)
                      + hours_of(together * work.flops_per_token, rates.decode))

@@ -73,13 +73,15 @@ def test_servers_in_turn_are_compared_with_the_baseline_before_and_after_them(ur
 
 def test_every_fault_is_counted_by_its_reason_and_other_requests_complete(url: str) -> None:
     kinds = [kind for kind in FAULTS if kind not in HANGS]
-    spec = LoadSpec(concurrencies=(8,), requests=2 * (len(kinds) + 1), max_new_tokens=24, warmup_requests=0)
+    spec = LoadSpec(concurrencies=(8,), requests=2 * (len(kinds) + 1), max_new_tokens=24, warmup_requests=0,
+                    timeout_s=20.0)
     report = run_load([LoadEndpoint("candidate", url, "m")], [*prompts(1, "t"), *map(fault, kinds)], spec)
     total = only(report.levels).total
     assert total.completed >= 2  # the prompts in turn by category: one of the two has a single prompt
     assert total.requests - total.completed == sum(total.failed.values())
-    assert total.failed.keys() == {"Reset", "CutShort", "Malformed", "ErrorInStream", "Aborted", "NotAStream",
-                                   "Http429", "Http500", "Http503"}
+    # Once in fifty times aiohttp 3.14 goes on waiting after a malformed chunk size: then it is a Timeout.
+    assert total.failed.keys() - {"Timeout"} == {"Reset", "CutShort", "Malformed", "ErrorInStream", "Aborted",
+                                                 "NotAStream", "Http429", "Http500", "Http503"}
     assert total.output_tokens == 24 * total.completed
     assert any("out of memory" in note for note in report.notes)
 
