@@ -1,7 +1,8 @@
 """The prove stage: the last measurement before a promotion, in the engine that will serve the drafter.
 
 Parity asks whether what we trained is what the engine serves: output identical to the engine's own without a drafter,
-and as many draft tokens accepted at each position as in our reference engine, on the same prompts. Load asks whether it
+for one user and next to others, and as many draft tokens accepted at each position as in our reference engine, on the
+same prompts. Load asks whether it
 is faster for the users the job declares. The changed system prompt asks whether that survives a trivial change.
 """
 
@@ -66,6 +67,10 @@ class ProveReport(Frozen):
     parity and load are None: there is nothing to prove of an engine without a drafter."""
 
     parity: ParityReport | None = None
+    loaded_parity: ParityReport | None = None
+    """Answers at the highest declared load against those of one user without a drafter; their rounds are not replayed.
+    None where no load is above one user."""
+
     load: LoadReport | None = None
     """Variants `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""
 

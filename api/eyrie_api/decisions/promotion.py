@@ -20,6 +20,7 @@ Checks of the benchmark, measured in the reference engine:
 Checks of the proof, measured in the serving engine (`ProveReport`):
 
 4. `proof`, `parity`: the proof exists, is of this checkpoint, and the engine serves what was trained.
+   `parity-load`: at the highest declared load no answer was changed by drafting.
 5. `load:<users>`: every declared load reaches the speed-up over no drafter, with an interval above 1
    (`require_confidence`). Where the operating map says `off`, the interval must only not lie below 1. An interval that
    has both a slow-down and the required speed-up in it is undecided (`decisions.evidence`).
@@ -345,6 +346,10 @@ def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_
     yield PromotionCheck(name="parity", passed=parity.passed, figure=float(parity.identical),
                          bound=float(parity.prompts), interval=parity.tau_interval,
                          words=f"parity in the {proof.engine} engine: {reasons}")
+    if (loaded := proof.loaded_parity) is not None:
+        yield PromotionCheck(name="parity-load", passed=loaded.passed, bound=float(loaded.prompts),
+                             figure=float(loaded.identical + loaded.explained), words=(
+                                 f"parity under load in the {proof.engine} engine: {'; '.join(loaded.reasons)}"))
     for users in proof.load.spec.concurrencies:
         yield from _at_load(policy, proof, proof.load, users)
     yield from _suites_under_load(proof, proof.load, required_suites)

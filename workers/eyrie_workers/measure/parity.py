@@ -25,7 +25,9 @@ report the rounds of one request. SGLang counts all accepted tokens of the last 
 answer.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -78,6 +80,48 @@ def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Se
         answers.append(request_answer(kind, url, model, prompt, max_new_tokens))
         pause()
     return answers
+
+
+def request_under_load(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+                       in_flight: int, pause: Callable[[], None] = lambda: None) -> list[Served]:
+    """Greedy answers to the prompts, cyclically, `in_flight` at a time: `num_under_load` of them, in order.
+
+    Every prompt is asked at least twice, so that an engine with a prefix cache finds it there, and next to every
+    fourth request another is sent whose client leaves after the first token. `pause` is called after each answer and
+    may raise. Raises EngineFailed.
+    """
+    asked = [prompts[number % len(prompts)] for number in range(num_under_load(len(prompts), in_flight))]
+    with ThreadPoolExecutor(in_flight + 1) as pool:
+        waiting: list[Future[Served]] = []
+        try:
+            for number, prompt in enumerate(asked):
+                if number % 4 == 0:
+                    pool.submit(_leave_early, kind, url, model, asked[-1 - number], max_new_tokens)
+                waiting.append(pool.submit(request_answer, kind, url, model, prompt, max_new_tokens))
+            answers = []
+            for future in waiting:
+                answers.append(future.result())
+                pause()
+            return answers
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def num_under_load(num_prompts: int, in_flight: int) -> int:
+    """Answers of `request_under_load`."""
+    return 2 * max(num_prompts, in_flight)
+
+
+def _leave_early(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+    """A streamed request whose connection is closed after the first piece of its answer."""
+    path, body = ("/generate", {"input_ids": list(prompt_ids),
+                                "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens}}) \
+        if kind == "sglang" else ("/v1/completions", {"model": model, "prompt": list(prompt_ids), "temperature": 0.0,
+                                                      "max_tokens": max_new_tokens})
+    # An engine that fails here fails the requests next to it, which are reported.
+    with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", f"{url}{path}", json={**body, "stream": True},
+                                                            timeout=_TIMEOUT_S) as response:
+        next(response.iter_bytes(), None)
 
 
 def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
@@ -161,6 +205,30 @@ def compare_answers(kind: EngineKind, tree: DraftTreeShape, plain: Sequence[Serv
         tree=tree, histogram=histogram, tau=acceptance_length(histogram),
         tau_interval=_tau_interval(drafted),
         passed=len(lines) == ties, reasons=tuple(reasons))
+
+
+def compare_under_load(kind: EngineKind, tree: DraftTreeShape, alone: Sequence[Served], plain: Sequence[Served],
+                       drafted: Sequence[Served], divergence: Callable[[int, Served, Served], tuple[str, bool]],
+                       in_flight: int) -> ParityReport:
+    """Answers next to others (`request_under_load`) against those of one user without a drafter.
+
+    alone        of every prompt: one user, no drafter
+    plain        under load without a drafter: what differs there in the same way, drafting did not change. Sums may
+                 depend on the batch
+    divergence   of a prompt's number and its two answers: a line for the report, and whether it is a near-tie
+    """
+    expected = [alone[number % len(alone)] for number in range(len(drafted))]
+
+    def explained(index: int) -> tuple[str, bool]:
+        turn = index % len(alone)
+        if plain[index].token_ids == drafted[index].token_ids:
+            return f"prompt {turn}, under load: as without a drafter", True
+        return divergence(turn, expected[index], drafted[index])
+
+    batched = sum(one.token_ids != two.token_ids for one, two in zip(expected, plain, strict=True))
+    return compare_answers(kind, tree, expected, drafted, explained, (
+        f"{in_flight} at a time, next to aborted requests; without a drafter {batched} of {len(plain)} answers differ "
+        "from those of one user"))
 
 
 def _reasons_of_answers(num_prompts: int, num_diverged: int, num_ties: int) -> list[str]:

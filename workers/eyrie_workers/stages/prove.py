@@ -12,6 +12,8 @@ beat), all at once where their memory allows, else one after the other, and make
 3. Parity: the candidate's output equals `off`'s, and it accepts the tokens that the reference engine accepts. The
    servers answer; the reference engine replays their rounds when they are gone, so that it has the memory. Where it
    cannot hold the target all the same, or does not compute it, the answers alone are compared, and the report says so.
+   At the highest declared load both answer again, next to repeated prompts and to requests whose clients leave: an
+   answer that changes there, and does not change without a drafter, was changed by drafting.
 
 A load is measured in pairs of blocks, with the candidate and without, until the interval of their ratio decides against
 the bounds of the promotion, or `prove.most_pairs` is reached (`eyrie_api.decisions.evidence`). Servers that do not fit
@@ -76,8 +78,11 @@ from eyrie_workers.measure.parity import (
     Served,
     compare_answers,
     compare_prompts,
+    compare_under_load,
+    num_under_load,
     report_without_answers,
     request_answers,
+    request_under_load,
 )
 from eyrie_workers.measure.parity_reference import Reference, why_not_held
 from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
@@ -116,6 +121,10 @@ class Answers(Frozen):
     """With the changed system prompt."""
 
     changed_drafted: tuple[Served, ...] = ()
+    loaded_plain: tuple[Served, ...] = ()
+    """At the highest declared load, the prompts cyclically (`request_under_load`)."""
+
+    loaded_drafted: tuple[Served, ...] = ()
     prompt_differences: tuple[str, ...] = ()
     error: str = ""
     """Why the drafted server did not answer; then there are no drafted answers."""
@@ -130,6 +139,7 @@ class CheckResult(Frozen):
     answers: Answers | None = None
     parity: ParityReport | None = None
     changed_parity: ParityReport | None = None
+    loaded_parity: ParityReport | None = None
     load: LoadReport | None = None
 
 
@@ -242,7 +252,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
     if parity is None:
         parity = judge_answers(proof, collected.answers)
-        for judged in (parity.parity, parity.changed_parity):
+        for judged in (parity.parity, parity.changed_parity, parity.loaded_parity):
             if judged is not None:
                 stage.event("Parity", ("holds: " if judged.passed else "FAILS: ") + "; ".join(judged.reasons),
                             warning=not judged.passed)
@@ -260,7 +270,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
         environment=parts[-1].environment, seconds=sum(part.seconds for part in parts))
     report = report.model_copy(update={
         "parity": parity.parity, "load": load, "changed_prompt": changed.load if changed else None,
-        "changed_parity": parity.changed_parity,
+        "changed_parity": parity.changed_parity, "loaded_parity": parity.loaded_parity,
         "prompt_differences": collected.answers.prompt_differences, "disturbed": proof.disturbed,
         "restarts": proof.history.restarts, "launch": launch, "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
@@ -333,7 +343,9 @@ def select_prompts(spec: ProveStage, suites: Suites) -> list[Prompt]:
 def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     prove = spec.prove
     per_variant = prove.requests + _WARMUP_REQUESTS
-    checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts, _collect_answers)]
+    most = max(prove.concurrencies)
+    loaded = 2 * num_under_load(prove.parity_prompts, most) if most > 1 else 0
+    checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts + loaded, _collect_answers)]
     for load in prove.concurrencies:
         checks.append(_Check(_load_check(load), num_variants * max(per_variant, 2 * load * _REPEATS),
                              partial(_check_load, load=load)))
@@ -418,7 +430,7 @@ def _recover(pool: ServerPool, error: EyrieError) -> bool:
 
 
 def _collect_answers(proof: Proof) -> CheckResult:
-    """Answers for parity, one user at a time: then an engine's rounds depend on the request alone."""
+    """Answers for parity: one user at a time, when an engine's rounds depend on the request alone, and under load."""
     spec = proof.spec
     done = itertools.count(1)
 
@@ -430,6 +442,13 @@ def _collect_answers(proof: Proof) -> CheckResult:
         return tuple(request_answers(spec.engine.kind, server.server.url, proof.plan.model,
                                      parity_prompts(proof, system_prompt), spec.prove.max_new_tokens, pause=pause))
 
+    def loaded(name: str) -> tuple[Served, ...]:
+        """Of the server that follows the load, as callers will have it."""
+        in_flight = max(spec.prove.concurrencies)
+        return () if in_flight == 1 else tuple(request_under_load(
+            spec.engine.kind, proof.server(name).server.url, proof.plan.model, parity_prompts(proof),
+            spec.prove.max_new_tokens, in_flight, pause))
+
     changed = spec.prove.system_prompt
     plain = proof.server(BASELINE)
     differences: tuple[str, ...] = ()
@@ -437,12 +456,12 @@ def _collect_answers(proof: Proof) -> CheckResult:
         tokenizer = ChatTokenizer(resolve(spec.target))
         sent = [(prompt.messages, prompt.tools) for prompt in proof.prompts[:_COMPARED_PROMPTS]]
         differences = compare_prompts(plain.server.url, proof.plan.model, tokenizer, [*probes(tokenizer.form), *sent])
-    without = answers(plain, None), answers(plain, changed) if changed else ()
+    without = answers(plain, None), answers(plain, changed) if changed else (), loaded(BASELINE)
     drafted = proof.server(proof.parity_variant)
     try:
         collected = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
                             changed_drafted=answers(drafted, changed) if changed else (),
-                            prompt_differences=differences)
+                            loaded_plain=without[2], loaded_drafted=loaded(CANDIDATE), prompt_differences=differences)
     except EngineFailed as error:
         if not proof.last_try:
             raise
@@ -505,18 +524,18 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     if setting.method == "ngram":
         why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
 
+    def divergence(title: str, prompt: list[int], plain: Served, drafted: Served) -> tuple[str, bool]:
+        if reference is not None:
+            return reference.divergence(title, prompt, plain, drafted)
+        two = plain.token_ids, drafted.token_ids
+        if judge is not None and (difference := explain(judge(), title, prompt, *two)) is not None:
+            return difference.line(dtype), difference.is_tie(dtype)
+        return f"{title}: position {first_difference(*two)}", False
+
     def compare(name: str, prompts: list[list[int]], plain: Sequence[Served], drafted: Sequence[Served],
                 note: str) -> ParityReport:
-        def divergence(index: int) -> tuple[str, bool]:
-            title = f"{name} {index}"
-            if reference is not None:
-                return reference.divergence(title, prompts[index], plain[index], drafted[index])
-            two = plain[index].token_ids, drafted[index].token_ids
-            if judge is not None and (difference := explain(judge(), title, prompts[index], *two)) is not None:
-                return difference.line(dtype), difference.is_tie(dtype)
-            return f"{title}: position {first_difference(*two)}", False
-
-        return compare_answers(kind, tree, plain, drafted, divergence, note)
+        return compare_answers(kind, tree, plain, drafted, lambda index: divergence(
+            f"{name} {index}", prompts[index], plain[index], drafted[index]), note)
 
     prompts = parity_prompts(proof)
     if reference is not None and setting.method == "drafter":
@@ -527,7 +546,11 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     if answers.changed_plain:
         changed = compare("changed prompt", parity_prompts(proof, spec.prove.system_prompt), answers.changed_plain,
                           answers.changed_drafted, "with another system prompt; its rounds are not replayed")
-    return CheckResult(question=PARITY, parity=parity, changed_parity=changed)
+    loaded = compare_under_load(
+        kind, tree, answers.plain, answers.loaded_plain, answers.loaded_drafted,
+        lambda turn, plain, drafted: divergence(f"prompt {turn}, under load", prompts[turn], plain, drafted),
+        max(spec.prove.concurrencies)) if answers.loaded_drafted else None
+    return CheckResult(question=PARITY, parity=parity, changed_parity=changed, loaded_parity=loaded)
 
 
 def load_spec(spec: ProveStage, loads: Sequence[int], requests: int, repeats: int,
