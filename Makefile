@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -196,6 +196,9 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 	@$(BIN)/python -m benchmarks.tuner --target quickstart --prompts 16 --engine $(or $(ENGINE),embedded) \
 		$(if $(filter sglang,$(ENGINE)),--temperatures 0) \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
+
+bench-decisions: setup  ## how often the proof decides rightly beside other work: simulated on noise recorded first; half an hour
+	@$(BIN)/python -m benchmarks.decisions --out .eyrie/bench/decisions.json
 
 bench-drift: setup  ## drift to the end: callers ask for something else, a job retrains, the canary promotes; a quarter of an hour
 	@$(BIN)/python -m benchmarks.drift --out .eyrie/bench/drift.json

@@ -7,10 +7,10 @@ is timed without a pause, on the machine as it is, next to one busy process per 
 and go. A trace is the seconds of each piece.
 
 Simulation: a request is many pieces; with a drafter of true speed-up s it takes 1 / s of them, times a factor of the
-prompt (log-normal, the same whenever the prompt repeats). Blocks of both variants run along a trace from a random
-place, in the order of the real schedule, and after each pair the real functions say whether it is clear
-(`intervals.anytime_interval`, `evidence.speedup_standing`). The rule before pairs is simulated next to it: two
-blocks of eight requests per variant, and an interval by prompts.
+prompt (log-normal, the same whenever the prompt repeats). Each pair of blocks runs along a trace from a random place,
+in the order of the real schedule: a proof is longer than a trace, which must not repeat in step with it. After each
+pair the real functions say whether it is clear (`intervals.anytime_interval`, `evidence.speedup_standing`). The rule
+before pairs is simulated too: two blocks of eight requests per variant, and an interval by prompts.
 
 What is asked: a drafter slower than none is promoted in at most 2.5 % of the runs, one of 1.2x is missed in at most
 10 %. The rules were designed on traces of 2026-11-28: only another day judges them.
@@ -100,11 +100,16 @@ def record(kind: str, seconds: float) -> Trace:
 
 
 class _Clock:
-    """Reads how long work takes along a trace, from a random place in it, cyclically."""
+    """Reads how long work takes along a trace, cyclically."""
 
     def __init__(self, trace: Trace, draw: random.Random) -> None:
         self._ends = np.concatenate([[0.0], np.cumsum(trace.seconds)])
-        self._at = draw.uniform(0.0, len(trace.seconds))
+        self._draw = draw
+        self.jump()
+
+    def jump(self) -> None:
+        """Go to a random place."""
+        self._at = self._draw.uniform(0.0, len(self._ends) - 1)
 
     def spend(self, pieces: float) -> float:
         whole, rest = divmod(self._at + pieces, len(self._ends) - 1)
@@ -127,6 +132,7 @@ def _decide(trace: Trace, speedup: float, users: int, draw: random.Random) -> tu
     for pair in range(prove.most_pairs):
         asked = [number % _PROMPTS for number in range(pair * block, (pair + 1) * block)]
         took: dict[str, list[float]] = {}
+        clock.jump()
         for variant in interleaved(("off", "drafted"), pair):
             # Users share the machine: a block takes as long as its requests one after the other.
             took[variant] = [clock.spend(request / (gain[prompt] if variant == "drafted" else 1.0)) for prompt in asked]

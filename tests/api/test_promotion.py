@@ -290,6 +290,15 @@ def test_an_engine_that_does_not_serve_what_was_trained_refuses_with_its_cause()
     assert "layer ids are shifted by one" in the(decision, "parity").words
 
 
+def test_an_answer_that_drafting_changes_under_load_refuses_whatever_one_user_sees() -> None:
+    proof = proof_of(STEADY)
+    assert decide(PromotionPolicy(), STEADY, None, SUITES, proof.model_copy(
+        update={"loaded_parity": proof.parity})).promote
+    changed = proof.model_copy(update={"loaded_parity": proof_of(STEADY, parity=False).parity})
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, changed)
+    assert (refused(decision), decision_reason(decision)) == (["parity-load"], "ChecksFailed")
+
+
 @pytest.mark.parametrize(("load", "names"), [
     (load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.02)), ["load:4"]),
     (load_report(against("candidate", 1, 2.0)), ["load:4"]),
