@@ -8,8 +8,11 @@ holds is decided by its content, except parquet and compression, which its name 
 since users of the REST API give these paths.
 """
 
+import errno
 import io
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -35,6 +38,7 @@ CALL_TURNS = ("function_call", "tool_call")
 """Role names of an assistant turn that is a call, in some ShareGPT files."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OF_THE_KERNEL = ("/proc", "/sys")
 _SPACE = " \t\r\n"
 _PIECE = 1 << 16
 
@@ -63,6 +67,17 @@ def data_files(path: str) -> list[Path]:
         return sorted(file for file in files if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file of stored bytes. Raises OSError, for what is none too: a FIFO or a device, of which reading may wait
+    for ever, whatever the path named a moment ago; a file that the kernel makes up (/proc/kmsg waits)."""
+    # Without O_NONBLOCK opening a FIFO waits for its other end.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or any(map(path.resolve().is_relative_to, _OF_THE_KERNEL)):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
 
 
 def names_data(name: str, pattern: str = "") -> bool:
