@@ -43,7 +43,7 @@ from eyrie_api.errors import InvalidInput, NoChatTemplate
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 """The longest published templates have 30 kB."""
 
-_PROBE_SECONDS, _PROBE_BYTES = 10, 2 << 30
+_PROBE_SECONDS, _PROBE_BYTES = 4, 2 << 30
 """Of processor time and memory. Rendering takes milliseconds, but a busy machine starts a process slowly: six times as
 long may go by."""
 

@@ -5,7 +5,8 @@ something evil in its path, query, headers, body or bytes (`evil_values`), or, w
 with one evil field in its document, which passes the first checks. Rules:
 
 - no status of 500 or more, and no connection closed without an answer;
-- an answer within LIMIT_S;
+- an answer within LIMIT_S, at the second attempt where the first took longer: other work on the machine slows single
+  ones down;
 - an error is problem details from the API, and an OpenAI error from the engine, and JSON in the strict sense;
 - at the end the parts answer as at the beginning, and their memory has not grown by more than GROWTH_MIB.
 
@@ -195,6 +196,15 @@ def _unreadable(answer: Answer) -> str | None:
     return None
 
 
+def ask(part: Part, request: Request) -> Answer:
+    """The answer to a request, of two attempts the faster one where the first exceeds the limit. Raises
+    TimeoutError."""
+    answers: list[Answer] = []
+    while not answers or (len(answers) < 2 and answers[0].seconds > LIMIT_S):
+        answers.append(send(part.port, request.method, request.target, request.headers, request.body, _GIVE_UP_S))
+    return min(answers, key=lambda answer: answer.seconds)
+
+
 def attack(campaign: Campaign, part: Part, routes: Sequence[Route], bound: Bound, database: str) -> dict[str, Any]:
     """Send requests to one part until the bound."""
     rng = random.Random(f"{campaign.seed}/{part.name}/{database}")
@@ -209,7 +219,7 @@ def attack(campaign: Campaign, part: Part, routes: Sequence[Route], bound: Bound
         request = make_request(rng, routes, known)
         structured += request.structured
         try:
-            answer = send(part.port, request.method, request.target, request.headers, request.body, _GIVE_UP_S)
+            answer = ask(part, request)
             rule = broken_rule(part, request.method, request.headers, answer)
             if rule is None and answer.seconds > LIMIT_S:
                 rule = f"no answer within {LIMIT_S:g} s"
@@ -264,11 +274,11 @@ def attack_files(campaign: Campaign, part: Part, home: Path, bound: Bound) -> di
                                 {"drafter": {"family": family, "init_from": str(directory)}}))
         else:
             body["data"] = {"sources": [{"path": mutate_data(rng, directory)}]}
-        path = rng.choice((b"/v1alpha1/plans", b"/v1alpha1/jobs"))
+        request = Request("POST", rng.choice((b"/v1alpha1/plans", b"/v1alpha1/jobs")),
+                          {"Content-Type": b"application/json"}, json.dumps(body).encode(), structured=True)
         number = statuses.total()
         try:
-            answer = send(part.port, "POST", path, {"Content-Type": b"application/json"}, json.dumps(body).encode(),
-                          _GIVE_UP_S)
+            answer = ask(part, request)
         except TimeoutError:
             answer = Answer(0, {}, b"", _GIVE_UP_S)
         statuses[f"{kind}: {answer.status}"] += 1
