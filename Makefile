@@ -235,8 +235,10 @@ SCHEMATHESIS = .eyrie/schemathesis/bin/schemathesis
 campaign-model: setup  ## the reconcilers against simulated worlds: random kills, failures and requests
 	@$(BIN)/python -m benchmarks.campaigns.model $(CAMPAIGN)
 
-campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests against API, gateway and engine; schemathesis (installed for this target)
-	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN)
+# The long form: SECONDS=7200 REQUESTS=100000 DIRECTORIES=5000.
+campaign-fuzz: setup $(SCHEMATHESIS)  ## evil requests, directories and redirects against API, gateway and engine; schemathesis (installed for this target)
+	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --schemathesis $(CURDIR)/$(SCHEMATHESIS) $(CAMPAIGN) \
+		$(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DIRECTORIES),--directories $(DIRECTORIES))
 
 campaign-tenancy: setup  ## every route as another project, as viewer, with revoked, rotated and expired keys
 	@$(BIN)/python -m benchmarks.campaigns.tenancy --postgres $(CAMPAIGN)

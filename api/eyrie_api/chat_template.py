@@ -18,6 +18,7 @@ The control plane probes a submitted target in a process of its own with limits 
 program of a stranger; stages and engines probe it when they read the tokenizer. Both use this module.
 """
 
+import io
 import json
 import resource
 import subprocess
@@ -36,12 +37,13 @@ import jinja2.sandbox
 
 from eyrie_api.chat_messages import Message
 from eyrie_api.contract.model import Frozen
+from eyrie_api.data_files import open_regular
 from eyrie_api.errors import InvalidInput, NoChatTemplate
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 """The longest published templates have 30 kB."""
 
-_PROBE_SECONDS, _PROBE_BYTES = 10, 2 << 30
+_PROBE_SECONDS, _PROBE_BYTES = 4, 2 << 30
 """Of processor time and memory. Rendering takes milliseconds, but a busy machine starts a process slowly: six times as
 long may go by."""
 
@@ -271,7 +273,7 @@ def read_sources(directory: Path, settings: Mapping[str, Any], legacy: Mapping[s
     for name, path in files.items():
         if path.is_file():
             try:
-                with path.open(encoding="utf-8") as opened:
+                with io.TextIOWrapper(open_regular(path), encoding="utf-8") as opened:
                     sources[name] = (str(path), opened.read(MAX_TEMPLATE_CHARACTERS + 1))
             except (OSError, ValueError) as error:
                 raise NoChatTemplate(f"{path} cannot be read: {error}", "correct the template") from None

@@ -8,10 +8,14 @@ holds is decided by its content, except parquet and compression, which its name 
 since users of the REST API give these paths.
 """
 
+import errno
 import io
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path, PurePath
 from typing import IO, cast
 
@@ -35,8 +39,12 @@ CALL_TURNS = ("function_call", "tool_call")
 """Role names of an assistant turn that is a call, in some ShareGPT files."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OF_THE_KERNEL = ("/proc", "/sys")
 _SPACE = " \t\r\n"
 _PIECE = 1 << 16
+_LONGEST_LINE = 16
+"""Of the longest row: a longer line is one faulty row, up to here."""
+
 
 
 def is_remote(path: str) -> bool:
@@ -63,6 +71,17 @@ def data_files(path: str) -> list[Path]:
         return sorted(file for file in files if file.is_file())
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file of stored bytes. Raises OSError, for what is none too: a FIFO or a device, of which reading may wait
+    for ever, whatever the path named a moment ago; a file that the kernel makes up (/proc/kmsg waits)."""
+    # Without O_NONBLOCK opening a FIFO waits for its other end.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or any(map(path.resolve().is_relative_to, _OF_THE_KERNEL)):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
 
 
 def names_data(name: str, pattern: str = "") -> bool:
@@ -116,6 +135,30 @@ class RangedFile(io.RawIOBase):
 def begins_array(start: bytes) -> bool:
     """Whether these first bytes of a file are a JSON array's, rather than rows of one line each."""
     return start.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def row_lines(file: IO[bytes], max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[bytes]:
+    """The lines of a file with a row on each; of one longer than a row may be, its first `max_row_bytes` + 1 bytes.
+
+    Raises ValueError, saying where, for as much white space in a row, or a line of `_LONGEST_LINE` rows: a gigabyte of
+    either fits a megabyte of gzip.
+    """
+    blank = 0
+    # readline, not splitlines: it does not split a row at a U+2028 inside one of its strings.
+    for number in count(1):
+        line = piece = file.readline(max_row_bytes + 1)
+        length = len(line)
+        while length > max_row_bytes and piece and not piece.endswith(b"\n"):
+            piece = file.readline(max_row_bytes)
+            length += len(piece)
+            if length > _LONGEST_LINE * max_row_bytes:
+                raise ValueError(f"line {number} has more than {_LONGEST_LINE * max_row_bytes} bytes")
+        blank = blank + length if line.isspace() else 0
+        if blank > max_row_bytes:
+            raise ValueError(f"more than {max_row_bytes} bytes of white space up to line {number}")
+        if not line:
+            return
+        yield line
 
 
 def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[object]:

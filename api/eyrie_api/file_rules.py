@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.targets import is_hub_id
-from eyrie_api.data_files import data_files, is_pattern, is_remote
+from eyrie_api.data_files import data_files, is_pattern, is_remote, open_regular
 from eyrie_api.errors import InvalidInput
 
 _SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))
@@ -31,8 +31,8 @@ def check_path(field: str, text: str | Path, rules: ReadRules | None) -> None:
 
 
 def open_file(path: Path, rules: ReadRules | None, field: str) -> io.BufferedReader:
-    """Open a file for reading. Raises InvalidInput where what was opened may not be read, OSError as `open`."""
-    file = path.open("rb")
+    """Open a file for reading. Raises InvalidInput where what was opened may not be read, OSError as `open_regular`."""
+    file = open_regular(path)
     if rules is None:
         return file
     try:

@@ -8,7 +8,10 @@ connections alone. `TimedProtocol` is its HTTP protocol with two further limits:
 - the headers of a request are complete `HEADER_S` after the connection, or after the first of their bytes;
 - a body makes progress: at least `PACE_BYTES` in every `BODY_S`, or it is complete by then.
 
-Answers are not limited: a stream may take as long as it takes.
+Answers are not limited: a stream may take as long as it takes. An answer that is sent before the whole body has arrived
+(401, 413) is complete for the client at once, and what is left of the body is received and dropped for at most
+`LINGER_S`: a system that closes a connection with bytes that nobody has read resets it, and a client that is still
+sending then reports a broken connection in place of the answer.
 
 Above `most_connections` a new connection takes the place of the one that has been without a request longest. Where all
 have requests, a new one is answered on the paths of health checks alone, elsewhere 503 with Retry-After.
@@ -20,11 +23,15 @@ import json
 import resource
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADER_S, BODY_S, PACE_BYTES = 20.0, 60.0, 64 * 1024
+LINGER_S, LINGER_IDLE_S = 30.0, 5.0
+"""For the rest of a body that is dropped: in all, and without a byte of it."""
+
 _CHECKS = 4
 """Per HEADER_S: what is too slow is closed at most a quarter later."""
 
@@ -69,6 +76,38 @@ def _health_checks_alone(app: _App) -> _App:
 
     return limited
 
+
+def _receives_the_rest(app: _App) -> _App:
+    async def answering(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        # A client that has asked before it sends its body (Expect: 100-continue) does not send it after a refusal.
+        has_rest = not any(name == b"expect" for name, _ in scope["headers"])
+        is_held = False
+
+        async def received() -> Any:
+            nonlocal has_rest
+            message = await receive()
+            has_rest = has_rest and message.get("more_body", False)
+            return message
+
+        async def sent(message: Any) -> None:
+            nonlocal is_held
+            is_held = has_rest and message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send({**message, "more_body": True} if is_held else message)
+
+        await app(scope, received, sent)
+        if is_held:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    while has_rest:
+                        await asyncio.wait_for(received(), LINGER_IDLE_S)
+            await send({"type": "http.response.body", "body": b""})
+
+    return answering
+
+
 _Base: Any = AutoHTTPProtocol  # either of two classes, chosen at import
 
 
@@ -85,6 +124,7 @@ class TimedProtocol(_Base):  # type: ignore[misc]
                 min(idle, key=lambda other: other._heard_at).transport.close()
             else:
                 self.app: _App = _health_checks_alone(self.app)
+        self.app = _receives_the_rest(self.app)
         self._received = self._counted = 0
         self._begun = True  # of headers that are not complete
         self._waited_s = 0.0

@@ -2,7 +2,8 @@
 
 Each is a valid one (the tiny target of the tests, drafters in published forms, rows of conversations) of which JSON is
 mutated as request bodies are (`evil_values`), the header of a safetensors file is, or the bytes of any file are: cut,
-changed, emptied, replaced by a directory, by a link to itself or by one to a device.
+changed, emptied, or the file is replaced by what is none (`_NO_FILES`): links, directories, FIFOs, sockets. Data is
+named by patterns too.
 """
 
 import gzip
@@ -10,6 +11,8 @@ import json
 import os
 import random
 import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.campaigns.evil_values import dump, evil_bytes, mutated
@@ -49,18 +52,67 @@ def mutate_data(rng: random.Random, out: Path) -> str:
     body = b"\n".join(rows) if rng.random() < 0.8 else b"[" + b",".join(rows) + b"]"
     body = evil_bytes(body, rng) if rng.random() < 0.2 else body
     (out / name).write_bytes(gzip.compress(body) if name.endswith(".gz") and rng.random() < 0.8 else body)
-    if rng.random() < 0.1:
-        (out / "loop.jsonl").symlink_to(out / "loop.jsonl")
-    return rng.choice((str(out / name), str(out / name), str(out), f"{out}/[a-z]*.jsonl*", f"{out}/*", f"{out}/[",
-                       f"{out}/../{out.name}/{name}", f"{out}/{'?' * 300}"))
+    for extra in range(rng.choice((0, 0, 0, 1, 3))):
+        rng.choice(_NO_FILES)(out / rng.choice((f"{extra}.jsonl", f"{extra}.parquet", f"{extra}.json.gz", f".{extra}")))
+    return rng.choice((str(out / name), str(out / name), str(out), f"{out}/../{out.name}/{name}",
+                       f"{out}/{evil_pattern(rng, name)}", f"{out}/{evil_pattern(rng, name)}"))
+
+
+def evil_pattern(rng: random.Random, name: str) -> str:
+    """The last part of a path: a pattern that may match `name`, one that matches slowly, or no pattern at all."""
+    if rng.random() < 0.3:
+        return rng.choice(("*" * 200 + "x", "*a" * 100 + "b", "?" * 300, "[", "[]", "[!]", "[!a-z]*", "[z-a]*", "**",
+                           "*\\", "[[:alpha:]]*", "*\n", "{a,b}*", "..", "[.][.]", "*[\u00e9]*", "~*"))
+    at = rng.randrange(len(name) + 1)
+    return rng.choice((name[:at] + "*", "*" + name[at:], name[:at] + "*" + name[at:], name[:at] + "?" + name[at + 1:],
+                       f"[{name[:1]}-z]{name[1:]}", f"*{name[at:]}*", "*.jsonl*", "*", ".*"))
+
+
+def _linked(to: str) -> Callable[[Path], None]:
+    return lambda file: file.symlink_to(to)
+
+
+def _loop(file: Path) -> None:
+    other = file.with_name(f"{file.name}.loop")
+    other.symlink_to(file)
+    file.symlink_to(other)
+
+
+def _chain(file: Path) -> None:
+    """More links in a row than a kernel follows."""
+    for number in range(45):
+        file.with_name(f"{file.name}.{number}").symlink_to(f"{file.name}.{number + 1}")
+    file.symlink_to(f"{file.name}.0")
+
+
+def _sparse(file: Path) -> None:
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+
+
+def _listening(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:  # its name relative to the directory: a socket's has 107 bytes at most
+        before = os.open(".", os.O_RDONLY)
+        os.chdir(file.parent)
+        try:
+            end.bind(file.name)
+        finally:
+            os.fchdir(before)
+            os.close(before)
+
+
+_NO_FILES: tuple[Callable[[Path], object], ...] = (
+    _loop, _chain, _sparse, _listening, Path.mkdir, os.mkfifo, lambda file: file.symlink_to(file.name),
+    *map(_linked, ("/dev/zero", "/dev/full", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/kmsg",
+                   "/proc/1/environ", ".", "..", "/", "gone", "gone/gone", "../" * 100, "a" * 255, "\udcff")))
+"""What replaces a file: links (in loops, too many, to nothing, to devices, to directories), and what never ends."""
 
 
 def _mutate(rng: random.Random, file: Path) -> None:
     kind = rng.random()
-    if kind < 0.05:
+    if kind < 0.1:
         file.unlink()
-        rng.choice((lambda: file.symlink_to(file), lambda: file.symlink_to("/dev/zero"), file.mkdir,
-                    lambda: os.mkfifo(file)))()
+        rng.choice(_NO_FILES)(file)
     elif kind < 0.2:
         file.write_bytes(evil_bytes(file.read_bytes(), rng))
     elif file.suffix == ".json":

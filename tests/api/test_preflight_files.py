@@ -207,6 +207,13 @@ def test_a_pipe_or_a_device_in_place_of_data_is_refused_and_not_waited_for(setti
             check(job_spec(target={"model": target}, data={"sources": [{"path": str(path)}]}), settings)
 
 
+def test_a_file_that_the_kernel_makes_up_is_refused_and_not_waited_for(settings: Settings, tmp_path: Path) -> None:
+    # Reading /proc/kmsg waits for the next message of the kernel.
+    (tmp_path / "rows.jsonl").symlink_to("/proc/kmsg")
+    with pytest.raises(InvalidInput, match=r"data\.sources\[0\]\.path: .* (not a regular file|not permitted)"):
+        plan(job_spec(data={"sources": [{"path": str(tmp_path)}]}), settings)
+
+
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_broken_target_is_refused(settings: Settings, tmp_path: Path, kind: str) -> None:
     target = target_directory(tmp_path / "target")

@@ -21,8 +21,8 @@ LET_GO = threading.Event()
 
 
 async def app(scope: object, receive: object, send: object) -> None:
-    """Answers a POST with the size of its body, and a GET with three pieces, half a second apart; the last piece of
-    /held comes when `LET_GO` is set."""
+    """Answers a POST with the size of its body, or at once on /refused, and a GET with three pieces, half a second
+    apart; the last piece of /held comes when `LET_GO` is set."""
     if scope["type"] != "http":  # type: ignore[index]
         return
     request = Request(scope, receive)  # type: ignore[arg-type]
@@ -34,6 +34,9 @@ async def app(scope: object, receive: object, send: object) -> None:
                 await asyncio.to_thread(LET_GO.wait, 60.0)
             yield b"piece"
 
+    if request.url.path == "/refused":
+        await Response("too large", 413)(scope, receive, send)  # type: ignore[arg-type]
+        return
     answer: Response = StreamingResponse(pieces()) if request.method == "GET" else Response(
         str(len(await request.body())))
     await answer(scope, receive, send)  # type: ignore[arg-type]
@@ -104,6 +107,40 @@ def test_a_body_that_makes_progress_and_an_answer_that_takes_time_are_not_cut(
             data = connection.recv(4096)
             assert data, f"cut after {found!r}"
             found += data
+
+
+@pytest.mark.parametrize("pieces", [1, 12], ids=["at once", "slowly"])
+@pytest.mark.parametrize("wanted", ["close", "keep-alive"])
+def test_an_answer_before_the_body_was_read_arrives_and_the_connection_is_not_reset(
+        port: int, monkeypatch: pytest.MonkeyPatch, pieces: int, wanted: str) -> None:
+    for name in ("HEADER_S", "BODY_S"):
+        monkeypatch.setattr(web_server, name, 30.0)
+    body = b"x" * (24 << 20)
+    head = f"POST /refused HTTP/1.1\r\nHost: here\r\nConnection: {wanted}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head.encode())
+        for number in range(pieces):  # raises when the server has reset the connection
+            connection.sendall(body[number * len(body) // pieces:(number + 1) * len(body) // pieces])
+            time.sleep(0.05)
+        answer = b""
+        while not answer.endswith(b"too large"):
+            data = connection.recv(4096)
+            assert data, f"cut after {answer!r}"
+            answer += data
+        assert answer.startswith(b"HTTP/1.1 413")
+        if wanted == "close":
+            assert connection.recv(1) == b""
+        else:
+            connection.sendall(POST.replace(b"400000", b"2") + b"ok")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_of_which_the_rest_does_not_come_holds_its_connection_for_a_while_alone(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "LINGER_IDLE_S", 0.2, raising=False)
+    head = POST.replace(b"POST /", b"POST /refused").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    answer, _ = received_until_closed(port, head + b"x")
+    assert answer.endswith(b"too large")
 
 
 def answer_to(port: int, path: str) -> bytes:

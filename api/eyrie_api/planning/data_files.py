@@ -20,7 +20,6 @@ from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.conversation import NO_ANSWER, NO_USER, Conversation, conversation, decode_row, detect_layout
 from eyrie_api.data_files import (
     GZIP,
-    MAX_ROW_BYTES,
     PARQUET,
     SAVED_TO_DISK_HINT,
     SUFFIXES,
@@ -29,6 +28,7 @@ from eyrie_api.data_files import (
     begins_array,
     data_files,
     is_pattern,
+    row_lines,
     saved_to_disk,
 )
 from eyrie_api.errors import NoUsableData
@@ -130,9 +130,11 @@ def first_rows(packed: io.BufferedReader, suffix: str, most: int = _SAMPLE_ROWS)
         if begins_array(start):
             return [json.dumps(row).encode() for row in islice(array_rows(file), most)]
         rows: list[bytes] = []
-        while len(rows) < most and file.tell() < _SAMPLE_BYTES and (line := file.readline(MAX_ROW_BYTES + 1)):
+        for line in row_lines(file):
             if line.strip():
                 rows.append(line)
+            if len(rows) == most or file.tell() >= _SAMPLE_BYTES:
+                break
         return rows
 
 

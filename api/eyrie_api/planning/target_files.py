@@ -25,6 +25,7 @@ from typing import Any
 from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.targets import ELEMENT_BYTES
+from eyrie_api.data_files import open_regular
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.quantised import FLOATS, Matrix, Quantisation, matrices, quantisation_config, read_quantisation
@@ -54,7 +55,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # opening a FIFO waits for its other end, a device may never end
         raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
@@ -149,7 +150,7 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
-    with tensor.file.open("rb") as file:
+    with open_regular(tensor.file) as file:
         file.seek(tensor.begin)
         return not any(file.read(tensor.size))
 
@@ -159,7 +160,7 @@ def _begin_alike(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     places = range(0, one.size, max(one.size // _COMPARED_PLACES, 1))
-    with one.file.open("rb") as first, other.file.open("rb") as second:
+    with open_regular(one.file) as first, open_regular(other.file) as second:
         for place in places:
             first.seek(one.begin + place)
             second.seek(other.begin + place)
@@ -279,7 +280,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if path.exists() and not path.is_file():
             raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             first = file.read(8)
             if GIT_LFS.startswith(first) and first:
                 raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)

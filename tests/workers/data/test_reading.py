@@ -22,7 +22,7 @@ from eyrie_api.conversation import Conversation, Malformed, conversation
 from eyrie_api.data_files import array_rows
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data import readers
-from eyrie_workers.data.readers import read_conversations
+from eyrie_workers.data.readers import file_rows, read_conversations
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -359,6 +359,19 @@ def test_a_directory_and_a_pattern_are_one_source_whose_faults_name_file_and_row
 def test_a_broken_array_is_refused_after_its_good_elements(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         list(array_rows(io.BytesIO(text.encode())))
+
+
+@pytest.mark.parametrize(("lines", "says"), [
+    (b'{"a": 1}\n' + b" " * (9 << 20), "more than 8388608 bytes of white space up to line 2"),
+    (b'{"a": 1}\n' + (b" " * 1000 + b"\n") * (9 << 10), "more than 8388608 bytes of white space up to line "),
+    (b"x" * (130 << 20), "line 1 has more than 134217728 bytes")], ids=["one line", "many lines", "no white space"])
+def test_a_packed_file_that_swells_to_white_space_or_to_an_endless_line_is_refused_where_a_stage_reads_it(
+        tmp_path: Path, lines: bytes, says: str) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines, 1))
+    with pytest.raises(InvalidInput, match=f"data source {path} cannot be read: {says}.*; copy or write it again"):
+        for _ in file_rows(path, "data source "):
+            pass
 
 
 @given(st.lists(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) |

@@ -33,7 +33,7 @@ from functools import cache
 from http.client import HTTPException
 from importlib import resources
 from importlib.util import find_spec
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -58,6 +58,7 @@ from eyrie_api.data_files import (
     is_pattern,
     is_remote,
     names_data,
+    row_lines,
     saved_to_disk,
 )
 from eyrie_api.errors import InvalidInput, Transient
@@ -274,17 +275,8 @@ def unpacked(file: io.BufferedReader, suffix: str) -> io.BufferedReader:
 
 
 def located_lines(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
-    """The decoded rows of a file with a row on each line, as `file_rows`."""
-    # readline, not splitlines: it does not split a row at a U+2028 inside one of its strings.
-    for number in count(1):
-        line = file.readline(MAX_ROW_BYTES + 1)
-        if not line:
-            return
-        row = decode_row(line)
-        if len(line) > MAX_ROW_BYTES:
-            while line and not line.endswith(b"\n"):  # skip the rest of the line in bounded pieces
-                line = file.readline(MAX_ROW_BYTES)
-        yield f"line {number}", row
+    """The decoded rows of a file with a row on each line, as `file_rows`. Raises ValueError as `row_lines`."""
+    yield from ((f"line {number}", decode_row(line)) for number, line in enumerate(row_lines(file, MAX_ROW_BYTES), 1))
 
 
 def _without_nulls(value: Any) -> Any:
