@@ -96,8 +96,8 @@ REASONS = (
            "`eyrie endpoints history ENDPOINT` shows who and why; `eyrie endpoints promote` serves it again."),
     Reason("RunDied", "job: `Accepted`",
            "The run's process died, several times without getting further, and is started again after a pause.",
-           "Nothing, if something outside ended it (a machine that was drained, a store that did not answer); else read "
-           "the end of its log in the message."),
+           "Nothing, if something outside ended it (a machine that was drained, a store that did not answer); else "
+           "read the end of its log in the message."),
     Reason("RunKeepsDying", "job: `Failed`",
            "The run's process was started at least 5 times within at least 5 minutes, and ended each time without "
            "getting further.",

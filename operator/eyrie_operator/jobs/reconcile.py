@@ -32,8 +32,8 @@ from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
 """A run whose leader died this often in one attempt without getting further fails once the deaths last for STUCK: it
-would most likely die again. What kills from outside, such as a machine that is drained or a store that does not answer,
-kills several starts within a minute or two, and a start takes up to 20 s on a busy machine before it can get further."""
+would most likely die again. What kills from outside, such as a machine that is drained or a store that is down, kills
+several starts within a minute or two, and a start takes up to 20 s on a busy machine before it can get further."""
 
 STUCK = timedelta(minutes=5)
 
@@ -191,7 +191,8 @@ def restart_of(run: ObservedRun, now: datetime) -> Literal["now", "later", "neve
     if run.starts >= MOST_STARTS or (run.starts >= MAX_STARTS and stuck):
         return "never"
     # A last start in the future was written before the clock was set back: nobody knows how long ago it was.
-    waits = run.started_at is not None and timedelta(0) <= now - run.started_at < timedelta(seconds=_pause_s(run.starts))
+    pause = timedelta(seconds=_pause_s(run.starts))
+    waits = run.started_at is not None and timedelta(0) <= now - run.started_at < pause
     return "later" if waits else "now"
 
 
