@@ -5,17 +5,22 @@ run of one failed while the control plane was down. One file is damaged, then th
 starts, or refuses with an error that names the database; the jobs and their files are answered without a 5xx, but for
 the error that says which file is damaged; no file is served that differs from its digest; a job that had ended is as
 it was; one that had not ends as if nothing had happened, or failed for a reason that names the file; one that had
-failed ends with the reason of its stage, or after another run. A job that the database has lost is named in the log.
+failed ends with the reason of its stage, or after another run. A job that the database has lost is named in the log,
+and so is a log of the database of which a flipped bit loses rows. `eyrie doctor` names a record of a run that is
+emptied or cut.
 
 The database is replaced by one from before the jobs: alone, with the log of the newer one, as by a careless restore, or
 with its log. An older log is one that has lost its last frames.
 """
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +32,9 @@ from benchmarks.campaigns.live_servers import Plane
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.database.engine import Database
+from eyrie_operator.doctor import Home as DoctorsHome
+from eyrie_operator.doctor import examine
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of
@@ -121,11 +129,16 @@ class Home:
             for log in self.home.glob("eyrie.db-*"):
                 log.unlink()
         (self.home / ("eyrie.db" if name == _WITH_LOG else name)).write_bytes(data)
+        if unnamed := self._unnamed(name, data):
+            return "the doctor names an emptied or cut record", {"found": unnamed}
+        loses = name == "eyrie.db-wal" and self._is_flipped(data) and _rows(self.home) != _rows(self.kept)
         plane = Plane(self.home)
         plane.log.unlink(missing_ok=True)
         try:
             with rehearsed(self.path):
                 code = plane.start()
+            if loses and "eyrie.db-wal" not in plane.log.read_text() and code is None:
+                return "a log that has lost commits is named", {"log": plane.log.read_text()[-1500:]}
             if code is not None:
                 said = plane.log.read_text()[-1500:]
                 if name in _DATABASE and code > 0 and "eyrie.db" in said and "Traceback" not in said:
@@ -134,6 +147,24 @@ class Home:
             return next(self._broken(plane, name), ("answered", {}))
         finally:
             plane.close()
+
+    def _unnamed(self, name: str, data: bytes) -> list[str]:
+        """What the doctor finds, where it does not name a record of a run that is no JSON any more."""
+        with contextlib.suppress(ValueError):
+            json.loads(data)
+            return []
+        if Path(name).name != "job.json" and Path(name).parent.name != "run":
+            return []
+        database = Database(f"sqlite:///{self.home / 'eyrie.db'}")
+        try:
+            found = [one.where for one in examine(DoctorsHome(self.home, database, digests=False))]
+        finally:
+            database.close()
+        return [] if name in found else found or ["nothing"]
+
+    def _is_flipped(self, data: bytes) -> bool:
+        whole = (self.kept / "eyrie.db-wal").read_bytes()
+        return len(whole) == len(data) and sum(one != other for one, other in zip(whole, data, strict=True)) == 1
 
     def _broken(self, plane: Plane, name: str) -> Iterator[Verdict]:
         jobs = (self.ended, self.killed, self.failed)
@@ -175,6 +206,18 @@ class Home:
                                              "body": answer.text[:500]}
             if answer.status_code == 200 and digest_bytes(answer.content) != file["sha256"]:
                 yield "no file is served that differs from its digest", {"path": file["url"]}
+
+
+def _rows(home: Path) -> list[str]:
+    """All rows, as SQLite reads a copy of the database and its log; the error where it does not."""
+    with tempfile.TemporaryDirectory() as copy:
+        for name in ("eyrie.db", "eyrie.db-wal"):
+            shutil.copy(home / name, copy)
+        with contextlib.closing(sqlite3.connect(Path(copy) / "eyrie.db")) as database:
+            try:
+                return list(database.iterdump())
+            except sqlite3.DatabaseError as error:
+                return [str(error)]
 
 
 def _names_damage(answer: httpx.Response) -> bool:

@@ -86,8 +86,10 @@ class Plane:
     def __init__(self, settings: Settings) -> None:
         settings.home.mkdir(parents=True, exist_ok=True)
         self._settings = settings
-        self._database = _open_database(settings)
-        doctor.check_database(self._database)
+        self._database, log_damaged = _open_database(settings)
+        doctor.check_database(self._database, thoroughly=log_damaged)
+        if log_damaged:
+            doctor.begin_log(self._database)
         upgrade(self._database)
         doctor.check_start(doctor.Home(settings.home.absolute(), self._database, digests=False))
         encrypt_again(self._database, SecretKeys(settings.required_secret_keys()))
@@ -127,11 +129,11 @@ class Plane:
         _keep_reserve(self._settings.home)
 
 
-def _open_database(settings: Settings) -> Database:
-    """The database, on a full disk too: SQLite creates its log and its index when it opens the file, and cannot start
-    where there is no space for them. The reserve makes that space."""
+def _open_database(settings: Settings) -> tuple[Database, bool]:
+    """The database, and whether its log was damaged. It is opened on a full disk too: SQLite creates its log and its
+    index when it opens the file, and cannot start where there is no space for them. The reserve makes that space."""
     database = Database(settings.resolved_database_url)
-    doctor.check_whole(database)
+    log_damaged = doctor.check_whole(database)
     reserve = settings.home / RESERVE
     if database.is_sqlite:
         try:
@@ -143,10 +145,10 @@ def _open_database(settings: Settings) -> Database:
             log.warning("the disk is full (%s): started with the space of %s, changes are refused until there is more",
                         error.orig, reserve)
         except DatabaseError:
-            return database  # damaged: `doctor.check_database` says how
+            return database, log_damaged  # damaged: `doctor.check_database` says how
         else:
             _keep_reserve(settings.home)
-    return database
+    return database, log_damaged
 
 
 def _keep_reserve(home: Path) -> None:

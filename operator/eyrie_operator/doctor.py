@@ -13,14 +13,12 @@ since the control plane writes them again. Nothing is repaired in a store.
 `check_start` is what a control plane does before it serves: it does not start on a damaged database, and logs which
 directories no row knows.
 
-SQLite takes the number of pages from its write-ahead log. Where the file ends before that, and the log does not have
-the page, it reads zeros: `quick_check` finds nothing wrong with a long text whose end is lost. `lost_pages` counts such
-pages. Formats: sqlite.org/fileformat2.html, sections 1.3 (header), 1.4 (the page at the lock byte, which is never
-written) and 4 (the log).
+What SQLite itself does not see, pages and commits that are lost, is counted by `sqlite_pages`. A start with a damaged
+log keeps a copy of it, compares indexes with their rows as well, and goes on without the ignored commits.
 """
 
 import logging
-import struct
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -45,6 +43,10 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Perma
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import ENGINE_FILE, PORT_FILE, EngineRecord, stored_port
 from eyrie_operator.embedded.routing import ROUTE_FILE, RouteRecord
+from eyrie_operator.sqlite_pages import ignored_commits, lost_pages
+from eyrie_pipelines.local import RunHandle, RunResult
+from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, RunFailure
+from eyrie_pipelines.runner import JOB_FILE, JobFile
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,15 @@ SET_ASIDE = "set-aside"
 _PAGE = 200
 _MAX_LOGGED = 20
 _RESTORE = "restore the latest backup (docs/operations.md); the files of jobs are not in it and stay"
+_LOG_HINT = ("what the last requests before the end changed may be missing: compare jobs and endpoints with what is "
+             "expected, or restore the latest backup (docs/operations.md)")
 _ENDED = ("Succeeded", "Failed", "Cancelled")
+
+_WRITTEN_AGAIN = "a running control plane writes it again by itself"
+_RUN_RECORDS: Mapping[str, type[Frozen]] = {
+    JOB_FILE: JobFile, f"{RUN_DIR}/run.json": RunHandle, f"{RUN_DIR}/result.json": RunResult,
+    f"{RUN_DIR}/{FAILURE_FILE}": RunFailure}
+"""Below the directory of a job."""
 
 Repair = Literal["set-aside", "run-again", "write-again", "none"]
 """Move the directory away; rename the manifest; remove the record; nothing that a program should decide."""
@@ -68,8 +78,8 @@ class DatabaseDamaged(Permanent):
 class Defect(Frozen):
     """One thing that is wrong."""
 
-    reason: Literal["DatabaseDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles", "StageDamaged",
-                    "StageMissing", "DrafterMissing", "RecordDamaged"]
+    reason: Literal["DatabaseDamaged", "LogDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles",
+                    "StageDamaged", "StageMissing", "DrafterMissing", "RecordDamaged"]
     where: str
     """A path below the home, a key or URL of the store, or the id of a row."""
 
@@ -94,6 +104,9 @@ class Home:
 
 def examine(home: Home) -> Iterator[Defect]:
     """All findings, the database's first. A database that cannot be read ends the examination."""
+    ignored = _log_damage(home.database)  # before a connection: closing the last one removes the log
+    if ignored:
+        yield Defect(reason="LogDamaged", where="eyrie.db-wal", message=ignored, hint=_LOG_HINT)
     try:  # nothing on PostgreSQL, whose checks are its own
         damage = _cut_off(home.database) or (
             _sqlite_finds(home.database, "integrity_check") if home.database.is_sqlite else [])
@@ -137,12 +150,12 @@ def check_start(home: Home) -> None:
         log.warning("%d more directories that no row knows: `eyrie doctor` lists them", len(unknown) - _MAX_LOGGED)
 
 
-def check_database(database: Database) -> None:
-    """Raises DatabaseDamaged. Every page is read, indexes are not compared with their rows (`quick_check`)."""
+def check_database(database: Database, *, thoroughly: bool = False) -> None:
+    """Raises DatabaseDamaged. Every page is read; indexes are compared with their rows if `thoroughly`."""
     if not database.is_sqlite:
         return
     try:
-        damage = _sqlite_finds(database, "quick_check")
+        damage = _sqlite_finds(database, "integrity_check" if thoroughly else "quick_check")
     except OperationalError:
         return  # locked, or no space: no damage, and the migration that follows reports it
     except DatabaseError as error:
@@ -151,11 +164,45 @@ def check_database(database: Database) -> None:
         raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {damage[0]}", _RESTORE)
 
 
-def check_whole(database: Database) -> None:
-    """Raises DatabaseDamaged for a file that is cut off. It opens no connection: closing the last one writes the log
-    into the file, with zeros in place of what is lost, and nothing shows the damage afterwards."""
+def check_whole(database: Database) -> bool:
+    """Raises DatabaseDamaged for a file that is cut off. Of a damaged log a copy is kept, a warning logged, and True
+    returned. It opens no connection: closing the last one writes the log into the file, with zeros in place of what is
+    lost, and nothing shows the damage afterwards."""
     if lost := _cut_off(database):
         raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {lost[0]}", _RESTORE)
+    message = _log_damage(database)
+    if message:
+        _set_log_aside(database, message)
+    return bool(message)
+
+
+def begin_log(database: Database) -> None:
+    """Write the log into the file and empty it, so that what is left of a damaged one is not reported again."""
+    with database.engine.connect() as connection:
+        connection.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _log_damage(database: Database) -> str:
+    """What is wrong with the log of a SQLite database; empty if nothing. To be called before a connection is opened.
+    Where another process writes, a frame may be half written: real damage is there the second time as well."""
+    path = Path(str(database.engine.url.database))
+    if not database.is_sqlite or not path.is_file():
+        return ""
+    commits = min(ignored_commits(path), ignored_commits(path))
+    return (f"the log of the database is damaged: SQLite ignores the damaged part and what follows it, {commits} "
+            f"committed or unconfirmed transactions") if commits else ""
+
+
+def _set_log_aside(database: Database, message: str) -> None:
+    """Log the damage, and keep a copy of the damaged log, which the first connection overwrites."""
+    path = Path(str(database.engine.url.database))
+    damaged = path.with_name(f"{path.name}-wal")
+    try:
+        (path.parent / SET_ASIDE).mkdir(exist_ok=True)
+        copy = shutil.copy(damaged, _free(path.parent / SET_ASIDE / damaged.name))
+    except OSError as error:  # a full disk is no reason not to start
+        copy = f"nowhere ({error})"
+    log.warning("%s: %s; a copy is kept at %s; %s", damaged, message, copy, _LOG_HINT)
 
 
 def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Defect]:
@@ -199,6 +246,10 @@ def _examine_job(home: Home, job: Job) -> Iterator[Defect]:
         return
     if not directory.is_dir():
         return  # of an ended job: its files were removed or are in a store
+    for name, record in _RUN_RECORDS.items():
+        yield from _examine_record(home.path, directory / name, record,
+                                   f"it counts as absent: a job that has not ended starts its run again, which writes "
+                                   f"it; of job {job.id}, which is {job.status.phase}")
     for place in _finished_stages(job):
         if not (home.path / place / MANIFEST).exists():
             yield _stage_missing(place)
@@ -276,15 +327,19 @@ def _examine_records(home: Path, endpoint: Endpoint) -> Iterator[Defect]:
                                               (directory / GATEWAY_FILE, GatewayRecord)]
     kinds += [(path, EngineRecord) for path in sorted(directory.glob(f"engines/*/{ENGINE_FILE}"))]
     for path, kind in kinds:
-        try:
-            if path.exists():
-                read_sealed(path.read_bytes(), kind)
-        except ValueError as error:  # without JSON, with another digest, or another model's
-            problem = first_problem(error) if isinstance(error, ValidationError) else error
-            yield _damaged_record(home, path, f"not a {kind.__name__}: {problem}")
+        yield from _examine_record(home, path, kind)
     port = directory / PORT_FILE
     if port.exists() and stored_port(directory) is None:
         yield _damaged_record(home, port, "not the number of a port")
+
+
+def _examine_record(home: Path, path: Path, kind: type[Frozen], hint: str = _WRITTEN_AGAIN) -> Iterator[Defect]:
+    try:
+        if path.exists():
+            read_sealed(path.read_bytes(), kind)
+    except ValueError as error:  # without JSON, with another digest, or another model's
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        yield _damaged_record(home, path, f"not a {kind.__name__}: {problem}", hint)
 
 
 def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Defect]:
@@ -304,9 +359,9 @@ def _examine_drafters(home: Home, endpoint: Endpoint) -> Iterator[Defect]:
                          hint=f"restore it, or `eyrie rollback {endpoint.name}`")
 
 
-def _damaged_record(home: Path, path: Path, message: str) -> Defect:
-    return Defect(reason="RecordDamaged", where=str(path.relative_to(home)), message=message,
-                  hint="a running control plane writes it again by itself", repair="write-again")
+def _damaged_record(home: Path, path: Path, message: str, hint: str = _WRITTEN_AGAIN) -> Defect:
+    return Defect(reason="RecordDamaged", where=str(path.relative_to(home)), message=message, hint=hint,
+                  repair="write-again")
 
 
 def repair(home: Path, finding: Defect) -> Defect:
@@ -329,42 +384,3 @@ def _free(path: Path) -> Path:
     """The path, or with a number where it is taken."""
     taken = (path.with_name(f"{path.name}.{number}") for number in range(2, 1000))
     return path if not path.exists() else next(numbered for numbered in taken if not numbered.exists())
-
-
-_LOCK_BYTE = 2**30
-_FRAME = struct.Struct(">II8s8x")
-"""Of a frame: page, pages of the database after a commit (0 within a transaction), salt."""
-
-
-def lost_pages(path: Path) -> int:
-    """How many pages are lost; 0 for a file that is no database, which SQLite reports itself. Nothing may write to it.
-    Raises OSError."""
-    with path.open("rb") as file:
-        header = file.read(100)
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
-        return 0
-    page_size = int.from_bytes(header[16:18]) or 1
-    page_size = 65_536 if page_size == 1 else page_size
-    logged, pages = _log(path.with_name(f"{path.name}-wal"), page_size)
-    pages = pages or int.from_bytes(header[28:32])
-    in_file = path.stat().st_size // page_size
-    return len(set(range(in_file + 1, pages + 1)) - logged - {_LOCK_BYTE // page_size + 1})
-
-
-def _log(path: Path, page_size: int) -> tuple[set[int], int]:
-    """Pages that committed frames of the log have, and pages of the database after the last commit (0: none)."""
-    committed, pending, pages = set[int](), set[int](), 0
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return committed, pages
-    with file:
-        salt = file.read(32)[16:24]
-        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
-            page, after, frame_salt = _FRAME.unpack(frame)
-            if frame_salt != salt or len(file.read(page_size)) < page_size:
-                break  # of an earlier log in the same file, or cut off
-            pending.add(page)
-            if after:
-                committed, pending, pages = committed | pending, set(), after
-    return committed, pages

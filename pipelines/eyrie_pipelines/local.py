@@ -79,6 +79,8 @@ class RunHandle(Frozen):
 
     process: ProcessId
     started_at: datetime
+    since: datetime | None = None
+    """The first of these starts."""
 
 
 class RunResult(Frozen):
@@ -125,6 +127,7 @@ class LocalRunner(Runner):
         words = last_lines(directory / RUN_DIR / _LOG_FILE) if run.state == "gone" else ""
         return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
                            run_id=run.handle.run_id, failure=failure, last_words=words,
+                           since=run.handle.since, started_at=run.handle.started_at,
                            leftovers=run.state != "running" and bool(live_processes(directory)))
 
     def start(self, job: JobFile) -> None:
@@ -279,9 +282,11 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         run_id = _run_id(job.id, attempt, process)
         before = read_record(run_dir / "run.json", RunHandle)
         work = work_done(job_dir)
-        starts = before.starts + 1 if before is not None and (before.attempt, before.work) >= (attempt, work) else 1
+        now, starts, since = datetime.now(UTC), 1, None
+        if before is not None and (before.attempt, before.work) >= (attempt, work):  # it got no further
+            starts, since = before.starts + 1, before.since
         handle = RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts, work=work, process=process,
-                           started_at=datetime.now(UTC))
+                           started_at=now, since=since or now)
         with_room(run_dir, lambda: write_model(run_dir / "run.json", handle))
         for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)

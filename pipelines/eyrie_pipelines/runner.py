@@ -12,6 +12,7 @@ the reason RuntimeUnavailable and the setting that is missing.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal, Protocol
 
 from eyrie_api.contract.job import JobSpec
@@ -92,12 +93,18 @@ class ObservedRun:
     state: RunState = "none"
     attempt: int = 0
     starts: int = 0
-    """How often this attempt was started: more than once when a run was gone."""
+    """How often this attempt was started without progress since: more than once when a run was gone."""
 
     run_id: str | None = None
     failure: RunFailed | None = None
     leftovers: bool = False
     """It has a result, but processes of its group, or tasks other than the failed one, are still running."""
+
+    since: datetime | None = None
+    """The first of these starts; None where the runner does not know."""
+
+    started_at: datetime | None = None
+    """The last of them."""
 
     last_words: str = ""
     """Of a run that is gone: the end of its log, where there is one on this machine."""

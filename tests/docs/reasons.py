@@ -93,8 +93,13 @@ REASONS = (
     Reason("RolledBack", "job: `Serving`, `Failed`; history",
            "The revision was replaced by an earlier one: on request, or by the reason in the message.",
            "`eyrie endpoints history ENDPOINT` shows who and why; `eyrie endpoints promote` serves it again."),
+    Reason("RunDied", "job: `Accepted`",
+           "The run's process died, several times without getting further, and is started again after a pause.",
+           "Nothing, if something outside ended it (a machine that was drained, a store that did not answer); else "
+           "read the end of its log in the message."),
     Reason("RunKeepsDying", "job: `Failed`",
-           "The run's process was started several times and ended each time without getting further.",
+           "The run's process was started at least 5 times within at least 5 minutes, and ended each time without "
+           "getting further.",
            "Where the log in the message names no error, look for the out-of-memory killer in the system's log; then "
            "`eyrie retry JOB`."),
     Reason("RunTerminated", "job: `Failed`", "Somebody terminated the run in Kubeflow Pipelines.",

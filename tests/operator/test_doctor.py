@@ -91,6 +91,47 @@ def test_a_damaged_manifest_is_found_and_its_stage_runs_again(made: Made) -> Non
     assert [finding.reason for finding in made.found()] == ["StageMissing"], "until the retried job has run it"
 
 
+@pytest.mark.parametrize("name", ["job.json", "run/run.json", "run/result.json", "run/failure.json"])
+@pytest.mark.parametrize("text", [b"", b'{"id": "job-1", "resol'])
+def test_an_emptied_or_cut_record_of_a_run_is_named_and_removed(made: Made, name: str, text: bytes) -> None:
+    path = made.home / "jobs" / made.job / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text)
+    [one] = made.found()
+    assert (one.reason, one.where) == ("RecordDamaged", f"jobs/{made.job}/{name}")
+    assert "starts its run again" in one.hint
+    assert repair(made.home, one).repaired
+    assert made.found() == []
+
+
+def test_a_flipped_bit_in_the_log_is_named_by_the_doctor_and_by_the_start_which_keeps_the_log_and_goes_on(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Made(tmp_path / "live")
+    for _ in range(3):
+        Jobs(made.database).submit(derive(job_spec()))
+    home = tmp_path / "killed"
+    shutil.copytree(made.home, home)  # as after kill -9: nothing has closed the database
+    made.database.close()
+    wal = home / "eyrie.db-wal"
+    damaged = bytearray(wal.read_bytes())
+    damaged[-1] ^= 1  # of the last frame, which commits the last job
+    wal.write_bytes(damaged)
+    doubted = tmp_path / "doubted"
+    shutil.copytree(home, doubted)
+    database = Database(f"sqlite:///{doubted / 'eyrie.db'}")
+    named = [(one.reason, one.where) for one in examine(Home(doubted, database, digests=False))]
+    database.close()
+    assert named == [("LogDamaged", "eyrie.db-wal")]
+    for number in range(2):
+        caplog.clear()
+        plane = Plane(Settings(home=home))
+        assert len(Jobs(plane._database).list().items) == 3, "of four"
+        plane._database.close()
+        words = [record.getMessage() for record in caplog.records if "eyrie.db-wal" in record.getMessage()]
+        assert len(words) == (1 if number == 0 else 0)
+    assert (home / SET_ASIDE / "eyrie.db-wal").read_bytes() == damaged
+
+
 @pytest.mark.parametrize("text", [b"", b"\xff", b"70000\n"])
 def test_a_damaged_port_number_of_an_endpoint_is_found_and_removed(made: Made, text: bytes) -> None:
     Endpoints(made.database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny")

@@ -112,6 +112,22 @@ def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
     assert reason_of(plan.status, "Failed") == "RunKeepsDying"
 
 
+@pytest.mark.parametrize(("starts", "stuck_s", "last_s", "expected"), [
+    (1, 1, 1, "now"), (2, 3, 3, "later"), (2, 5, 5, "now"),
+    (5, 100, 39, "later"), (5, 100, 40, "now"),  # five starts within 100 s that something outside ended
+    (4, 900, 900, "now"), (5, 300, 0, "never"), (9, 299, 61, "now"),
+    (9, -86_400, -86_400, "now"), (20, -86_400, -86_400, "never"),  # the clock was set back by a day
+])
+def test_a_run_that_dies_is_started_again_after_growing_pauses_and_fails_after_five_starts_in_five_minutes(
+        starts: int, stuck_s: int, last_s: int, expected: str) -> None:
+    run = ObservedRun("gone", 1, starts, since=NOW - timedelta(seconds=stuck_s),
+                      started_at=NOW - timedelta(seconds=last_s), last_words="Killed")
+    plan = reconcile(SPEC, seen(run=run), NOW)
+    assert plan.actions == ((StartRun(1),) if expected == "now" else ())
+    assert reason_of(plan.status, "Failed") == ("RunKeepsDying" if expected == "never" else None)
+    assert reason_of(plan.status, "Accepted") == ("RunDied" if expected == "later" else "JobAccepted")
+
+
 def test_a_run_that_keeps_dying_is_reported_with_the_end_of_its_log() -> None:
     run = ObservedRun("gone", 1, MAX_STARTS, last_words="ModuleNotFoundError: No module named 'kfp'")
     plan = reconcile(SPEC, seen(run=run), NOW)

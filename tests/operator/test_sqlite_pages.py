@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.engine import Database
-from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole, lost_pages
+from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole
+from eyrie_operator.sqlite_pages import ignored_commits, lost_pages
 
 
 def copied(path: Path, to: Path) -> Path:
@@ -46,7 +47,8 @@ def test_no_page_of_a_whole_database_counts_as_lost_whatever_was_written_moved_a
         elif doing == "undo":
             connection.execute("BEGIN")
             connection.execute("INSERT INTO t VALUES (?, ?)", (number, "y" * 200_000))
-            assert lost_pages(copied(path, tmp_path / f"within-{number}")) == 0
+            within = copied(path, tmp_path / f"within-{number}")
+            assert (lost_pages(within), ignored_commits(within)) == (0, 0)
             connection.execute("ROLLBACK")
         elif doing == "checkpoint":
             connection.execute(f"PRAGMA wal_checkpoint({rng.choice(('PASSIVE', 'TRUNCATE'))})")
@@ -57,7 +59,8 @@ def test_no_page_of_a_whole_database_counts_as_lost_whatever_was_written_moved_a
             reader.execute("SELECT count(*) FROM t").fetchone()
         elif doing == "done" and reader.in_transaction:
             reader.execute("COMMIT")
-        assert lost_pages(copied(path, tmp_path / str(number))) == 0, doing
+        now = copied(path, tmp_path / str(number))
+        assert (lost_pages(now), ignored_commits(now)) == (0, 0), doing
     reader.close()
     connection.close()
     assert lost_pages(path) == 0
@@ -92,3 +95,29 @@ def test_what_is_no_database_is_left_to_sqlite(tmp_path: Path) -> None:
     for name, data in (("empty", b""), ("short", b"SQLite format 3\0"), ("other", b"x" * 4096)):
         (tmp_path / name).write_bytes(data)
         assert lost_pages(tmp_path / name) == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_flipped_bit_of_a_log_that_loses_a_committed_row_is_counted_and_no_other(
+        tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    connection = opened(tmp_path / "a.db")
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    for number in range(8):
+        connection.execute("INSERT INTO t VALUES (?, ?)", (number, "x" * rng.randrange(9_000)))
+    path = copied(tmp_path / "a.db", tmp_path / "copy")
+    connection.close()
+    wal = path.with_name("a.db-wal")
+    data = bytearray(wal.read_bytes())
+    position = rng.choice((rng.randrange(32), 32 + 8 + rng.randrange(8), rng.randrange(len(data)), len(data) - 1))
+    data[position] ^= 1 << rng.randrange(8)
+    wal.write_bytes(data)
+    ignored = ignored_commits(path)
+    reader = sqlite3.connect(path)
+    try:
+        rows = int(reader.execute("SELECT count(*) FROM t").fetchone()[0])
+    except sqlite3.OperationalError:  # the table itself was in the log
+        rows = -1
+    reader.close()
+    assert ignored == (9 if rows == -1 else 8 - rows), position
+    assert ignored > 0

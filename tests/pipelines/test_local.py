@@ -415,7 +415,7 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
 def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang", "hang", "hang", "hang"])
     events = job_dir / "stages" / "regenerate" / "events.jsonl"
-    counted = []
+    counted, since = [], []
     for number, done in enumerate((None, None, 7.0, 7.0)):
         if done is not None:
             events.parent.mkdir(parents=True, exist_ok=True)
@@ -423,10 +423,12 @@ def test_deaths_are_counted_until_the_run_gets_further(job_dir: Path, rehearsal:
             events.write_text(f'{record}\n{{"kind": "event", "torn')
         handle = local.start(job_dir, job_file(spec_of()))
         counted.append(handle.starts)
+        since.append(handle.since)
         assert wait_until(lambda number=number: rehearsal.starts().count("regenerate") == number + 1, LIMIT_S)  # type: ignore[misc]
         os.killpg(handle.process.pid, signal.SIGKILL)
         assert wait_until(lambda: local.observe(job_dir).state == "gone", LIMIT_S)
     assert counted == [1, 2, 1, 2]
+    assert since[0] == since[1] < since[2] == since[3]
 
 
 @pytest.mark.parametrize("damage", [None, b"{", b"\xff\xfe"])

@@ -6,7 +6,7 @@ may be killed at any moment.
 
     no run                -> StartRun, when there is capacity
     a run is alive        -> wait; report its stages, and those whose pods have no node
-    a run is gone         -> StartRun again: stages resume from their manifests and checkpoints
+    a run is gone         -> StartRun again, after a growing pause: stages resume from manifests and checkpoints
     a run failed          -> Failed, with the stage's own reason, message and hint
     a run succeeded       -> Decide once -> Promote once -> wait until it serves -> Succeeded
     cancel or delete      -> StopRun until nothing is alive, then Cancelled (retention removes rows and files later)
@@ -15,7 +15,7 @@ The actions are independent of the runtime (local processes, or a cluster's reso
 """
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal
 
 from eyrie_api.contract.job import JobSpec
@@ -31,7 +31,18 @@ from eyrie_pipelines.runner import ObservedRun, RunFailed
 from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
-"""A run whose leader died this often in one attempt without getting further fails: it would most likely die again."""
+"""A run whose leader died this often in one attempt without getting further fails once the deaths last for STUCK: it
+would most likely die again. What kills from outside, such as a machine that is drained or a store that is down, kills
+several starts within a minute or two, and a start takes up to 20 s on a busy machine before it can get further."""
+
+STUCK = timedelta(minutes=5)
+
+MOST_STARTS = 20
+"""It fails then whatever the clock says, which may have been set back."""
+
+_PAUSES = (0, 0, 5, 10, 20, 40, 60)
+"""Seconds between the n-th start without progress and the next; the last for all further ones. STUCK holds about ten
+starts."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,8 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     if run.alive:  # processes of an earlier attempt: stop them before a new run starts
         return _plan(seen, conditions, now, StopRun())
     if run.attempt != seen.attempt or run.state in ("none", "gone"):
-        if run.attempt == seen.attempt and run.starts >= MAX_STARTS:
+        restart = restart_of(run, now) if run.attempt == seen.attempt else "now"
+        if restart == "never":
             words = f"; its log ends with: {run.last_words}" if run.last_words else ""
             failed = RunFailed(None, "", "RunKeepsDying",
                                f"the run was started {run.starts} times and its process died each time, "
@@ -156,6 +168,12 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
                                "where the log names no error, check the system log for the out-of-memory killer; then "
                                "retry the job")
             return _plan(seen, _failed(conditions, failed, now), now)
+        if restart == "later":
+            return _plan(seen, observe(
+                conditions, "Accepted", "True", "RunDied",
+                f"the run's process died {run.starts} times without getting further; it is started again "
+                f"{_pause_s(run.starts)} s after its last start"
+                + (f"; its log ends with: {run.last_words}" if run.last_words else ""), now), now)
         if seen.has_capacity:
             return _plan(seen, conditions, now, StartRun(seen.attempt))
         return _plan(seen, observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now),
@@ -165,6 +183,21 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
                                           "read the pipeline's log, then retry the job")
         return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
     return _finish(spec, seen, conditions, now)
+
+
+def restart_of(run: ObservedRun, now: datetime) -> Literal["now", "later", "never"]:
+    """Whether a run that is gone is started again. Without the times of its starts, their number decides."""
+    stuck = run.since is None or now - run.since >= STUCK
+    if run.starts >= MOST_STARTS or (run.starts >= MAX_STARTS and stuck):
+        return "never"
+    # A last start in the future was written before the clock was set back: nobody knows how long ago it was.
+    pause = timedelta(seconds=_pause_s(run.starts))
+    waits = run.started_at is not None and timedelta(0) <= now - run.started_at < pause
+    return "later" if waits else "now"
+
+
+def _pause_s(starts: int) -> int:
+    return _PAUSES[min(starts, len(_PAUSES) - 1)]
 
 
 def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
