@@ -329,10 +329,10 @@ class EndpointReconciler:
                     wanted, engines=tuple(number for number in wanted.engines if number != candidate),
                     serving=None if wanted.serving == candidate else wanted.serving,
                     canary=None if wanted.canary is not None and wanted.canary.revision == candidate else wanted.canary)
-        for error in left.values():
+        for reason in left.values():
             if refusal is not None or candidate not in wanted.engines:
-                raise error
-            log.warning("endpoint %s: %s", snapshot.name, error)
+                raise reason
+            log.warning("endpoint %s: %s", snapshot.name, reason)
         engines = tuple(number for number in wanted.engines if number not in left)
         return render_endpoint(snapshot.endpoint, deployment, replace(wanted, engines=engines)), refusal, set(left)
 
