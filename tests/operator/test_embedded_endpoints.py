@@ -399,7 +399,8 @@ def test_no_error_of_a_client_counts_against_a_canary(harness: Harness, drafter:
 
 
 @pytest.mark.slow
-def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, drafter: Path, tmp_path: Path) -> None:
+def test_an_endpoint_whose_drafter_is_damaged_serves_without_one_and_an_event_says_so(
+        harness: Harness, drafter: Path, tmp_path: Path) -> None:
     stage = tmp_path / "stages" / "train" / "a"
     files = {f"checkpoints/c/{one.name}": one.read_bytes() for one in drafter.iterdir()}
     finish_stage(stage, "benchmark", benchmark_report("c", {"chat": (2.0,)}), files, "j")
@@ -410,10 +411,13 @@ def test_an_endpoint_whose_drafter_is_damaged_is_rolled_back(harness: Harness, d
     serving = harness.engines()[2]
     os.kill(serving.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(serving.process), 60.0)
-    harness.endpoints.roll_back("default")
-    seen = harness.serve(1)
+    seen = harness.serve(1)  # nobody asks for it
     answer = ask(seen.url)
     assert answer.status_code == 200, answer.text
+    assert harness.events("rolled-back") == [("rolled-back", 2, "DrafterDamaged")]
+    rolled_back = find(seen.conditions, "RolledBack")
+    assert rolled_back is not None
+    assert "eyrie retry" in rolled_back.message
     assert (seen.revisions[0].rejected_reason, answer.headers["x-eyrie-revision"]) == (None, "1")
 
 

@@ -207,6 +207,18 @@ def test_a_dead_engine_is_restarted_at_once_after_the_clock_was_set_back() -> No
     assert plan(endpoint(2), dead).actions == (StartEngine(2, 41),)
 
 
+def test_a_serving_drafter_that_is_damaged_is_replaced_by_the_target_without_one() -> None:
+    damaged = plan(endpoint(3, num=3), engine(3, "dead"), drafter_damage="model.safetensors differs")
+    assert damaged.actions == (RollBack(3, "DrafterDamaged", "model.safetensors differs", without_drafter=True),)
+    ahead = plan(endpoint(3, 1, num=3), engine(3, "dead"), drafter_damage="model.safetensors differs")
+    assert ahead.actions == (StartEngine(1, 1),), "the damaged one is not started again"
+
+
+def test_a_damaged_serving_drafter_does_not_hold_back_a_candidate_which_gets_all_requests_at_once() -> None:
+    ahead = plan(endpoint(2, 3, num=3), engine(2, "dead"), engine(3), drafter_damage="differs", policy=TRIED)
+    assert ahead.actions[:2] == (Route(3), Activate(3))
+
+
 def test_a_dead_engine_is_restarted_with_growing_pauses() -> None:
     dead = engine(2, "dead", starts=2)
     assert plan(endpoint(2), dead, routed=2).actions == ()

@@ -21,6 +21,10 @@ class Relay:
     cut_at: bytes | None = None
     """A request with these bytes ends its connection."""
 
+    cut_answers: int = 0
+    """So many answers to requests with `answer_at` are not passed on, and end their connections."""
+
+    answer_at: bytes = b""
     silent_at: bytes | None = None
     """Of requests with these bytes no answer is passed on, and their connections stay open."""
 
@@ -83,6 +87,9 @@ def relaying(port: int) -> Iterator[Relay]:
             while data := server.recv(1 << 16):
                 if cut is not None and passed + len(data) > cut:
                     client.sendall(data[: cut - passed])
+                    break
+                if relay.cut_answers and relay.answer_at in relay.asked[client]:
+                    relay.cut_answers -= 1
                     break
                 if relay.silent_at is not None and relay.silent_at in relay.asked[client]:
                     continue

@@ -212,7 +212,7 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     sent: dict[int, str] = {}
     try:
         _send(bucket, source, upload, uploaded, sent, report)
-        _complete(bucket, upload, sent)
+        _complete(bucket, upload, sent, metadata)
     except BaseException as error:
         # After a transient error or a request to stop the next call resumes, if the upload is recorded and advances.
         if (not recorded or (isinstance(error, EyrieError) and not isinstance(error, Transient))
@@ -240,7 +240,7 @@ def upload_stream(bucket: Bucket, key: str, chunks: Iterable[bytes], size: int, 
             etags[number] = while_unavailable(partial(_put_part, bucket, upload, number, data))
         if (sent, f"sha256:{sha.hexdigest()}") != (size, sha256):
             raise other_bytes(key)
-        _complete(bucket, upload, etags)
+        _complete(bucket, upload, etags, metadata)
     except BaseException:
         abort(bucket, key, upload.upload_id)
         raise
@@ -327,11 +327,28 @@ def _put_part(bucket: Bucket, upload: Upload, number: int, data: bytes) -> str:
     return str(answer["ETag"])
 
 
-def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:
+def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str], metadata: dict[str, str]) -> None:
+    """Make one object of the parts. A retry of a request whose answer was lost finds no upload any more: the object
+    then counts as done if it has this size and this metadata, the digest included."""
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
     with bucket.translating_errors(upload.key):
-        bucket.client.complete_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
-                                                MultipartUpload={"Parts": parts})
+        try:
+            bucket.client.complete_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
+                                                    MultipartUpload={"Parts": parts})
+        except (ClientError, BotoCoreError) as error:
+            answered = isinstance(error, ClientError) and code_of(error) != "NoSuchUpload"
+            if answered or not _is_there(bucket, upload, metadata):
+                raise
+
+
+def _is_there(bucket: Bucket, upload: Upload, metadata: dict[str, str]) -> bool:
+    """Whether the object of an upload is stored. False also where the store does not say."""
+    try:
+        head = bucket.client.head_object(Bucket=bucket.name, Key=upload.key)
+    except (ClientError, BotoCoreError):
+        return False
+    there = {name.lower(): value for name, value in head.get("Metadata", {}).items()}  # some servers fold the case
+    return head["ContentLength"] == upload.size_bytes and there.items() >= metadata.items()
 
 
 def _remove_record(record_file: Path) -> None:

@@ -19,7 +19,7 @@ are not touched: this may be another database.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from eyrie_api.contract.placement import S3Work
 from eyrie_api.contract.status import Endpoint
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
-from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
@@ -41,7 +41,14 @@ from eyrie_operator.cluster.objects import APPLIED, ObjectCache, difference, is_
 from eyrie_operator.conditions import Conditions, find, observe
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
-from eyrie_operator.endpoints.plan import EndpointPlan, ObservedEndpoint, ObservedEngine, ServePolicy, plan_endpoint
+from eyrie_operator.endpoints.plan import (
+    EndpointPlan,
+    ObservedEndpoint,
+    ObservedEngine,
+    ServePolicy,
+    damaged_drafter,
+    plan_endpoint,
+)
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
@@ -59,6 +66,7 @@ from eyrie_operator.manifests.rollout import (
     RolloutState,
     apply_plan,
     current_state,
+    drafter_failure,
     observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
@@ -163,7 +171,7 @@ class EndpointReconciler:
                 conditions, moved = self._record(action, snapshot, conditions, seen), True
         wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
         try:
-            manifests, refusal = self._render(snapshot, deployment, wanted)
+            manifests, refusal, left = self._render(snapshot, deployment, wanted)
             refused, applied = self._apply(snapshot, manifests)
         except (Transient, Conflict):  # not the leader any more, or the object changed: the next step retries
             raise
@@ -175,7 +183,7 @@ class EndpointReconciler:
             if not moved:
                 return self._report_error(snapshot, refused, conditions)
         else:
-            moved = self._delete_obsolete(snapshot, manifests) or moved
+            moved = self._delete_obsolete(snapshot, manifests, left) or moved
             for action in plan.actions:  # activations: recorded after the Service selects the revision
                 if isinstance(action, act.Activate | act.ShareRoute):
                     conditions, moved = self._record(action, snapshot, conditions, seen), True
@@ -224,7 +232,24 @@ class EndpointReconciler:
         seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=deployment.replicas, answers=answers)
         watched = self._records.watched(snapshot.endpoint)
         engines = tuple(self._with_window(snapshot, deployment, engine) for engine in seen.engines)
-        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_reported)
+        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_reported,
+                       drafter_damage=self._drafter_damage(snapshot, deployment, seen))
+
+    def _drafter_damage(self, snapshot: _Snapshot, deployment: EndpointDeployment, seen: ObservedEndpoint) -> str:
+        active = next((each for each in snapshot.endpoint.revisions
+                       if each.number == snapshot.endpoint.active_revision), None)
+        engine = None if active is None else seen.engine(active.number)
+        if active is None or (engine is not None and engine.state == "healthy"):
+            return ""
+        found = drafter_failure(snapshot.objects, active.number)
+        job = self._records.promoted_from(snapshot.endpoint, active.number)
+        try:
+            self._deployments.with_drafter(deployment, active, None if job is None else job.spec)
+        except (ArtifactMissing, ArtifactCorrupt) as error:
+            found = found or error.message
+        except EyrieError:
+            pass  # reported where its objects are rendered
+        return damaged_drafter(found) if found else ""
 
     def _with_window(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                      engine: ObservedEngine) -> ObservedEngine:
@@ -281,9 +306,11 @@ class EndpointReconciler:
                                     lambda number: base_url(snapshot.name, self._given.namespace, number))
 
     def _render(self, snapshot: _Snapshot, deployment: EndpointDeployment,
-                wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:
-        """The manifests, and the error that excludes the candidate. Raises the errors of other revisions."""
-        candidate, refusal = snapshot.endpoint.candidate_revision, None
+                wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None, set[int]]:
+        """The manifests, the error that excludes the candidate, and the revisions whose objects stay as they are.
+
+        Raises the errors of other revisions, unless there is a candidate that goes ahead: it may be the way out."""
+        candidate, refusal, left = snapshot.endpoint.candidate_revision, None, dict[int, EyrieError]()
         for revision in snapshot.endpoint.revisions:
             if revision.number not in wanted.engines:
                 continue
@@ -295,13 +322,19 @@ class EndpointReconciler:
                 raise
             except EyrieError as error:
                 if revision.number != candidate:
-                    raise
+                    left[revision.number] = error
+                    continue
                 refusal = error
                 wanted = replace(
                     wanted, engines=tuple(number for number in wanted.engines if number != candidate),
                     serving=None if wanted.serving == candidate else wanted.serving,
                     canary=None if wanted.canary is not None and wanted.canary.revision == candidate else wanted.canary)
-        return render_endpoint(snapshot.endpoint, deployment, wanted), refusal
+        for reason in left.values():
+            if refusal is not None or candidate not in wanted.engines:
+                raise reason
+            log.warning("endpoint %s: %s", snapshot.name, reason)
+        engines = tuple(number for number in wanted.engines if number not in left)
+        return render_endpoint(snapshot.endpoint, deployment, replace(wanted, engines=engines)), refusal, set(left)
 
     def _apply(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
         """Apply what differs. Returns the server's rejection of the candidate's objects, if any, and whether anything
@@ -345,11 +378,14 @@ class EndpointReconciler:
             raise Undeployable(f"{manifest['kind']} {metadata['name']} in namespace {metadata['namespace']} "
                                "exists and does not belong to this endpoint", "delete it, or rename the endpoint")
 
-    def _delete_obsolete(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> bool:
-        """Delete objects that are not rendered any more; returns whether any were deleted."""
+    def _delete_obsolete(self, snapshot: _Snapshot, manifests: Iterable[Manifest],
+                         left: Collection[int] = ()) -> bool:
+        """Delete objects that are not rendered any more, except those of the revisions in `left`; returns whether any
+        were deleted."""
         metadata = {(each["kind"], each["metadata"]["name"]): each["metadata"] for each in snapshot.objects}
         obsolete = [ref for ref in obsolete_objects(snapshot.name, snapshot.objects, manifests)
-                    if "deletionTimestamp" not in metadata[ref.kind, ref.name]]
+                    if "deletionTimestamp" not in metadata[ref.kind, ref.name]
+                    and metadata[ref.kind, ref.name]["labels"].get(REVISION_LABEL) not in map(str, left)]
         for ref in obsolete:
             self.cache.invalidate(snapshot.name)
             self._cluster.delete(ref.api_version, ref.kind, self._given.namespace, ref.name,

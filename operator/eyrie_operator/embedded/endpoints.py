@@ -23,14 +23,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from eyrie_api.artifacts import write_model, write_sealed
+from eyrie_api.artifacts import verify_part, write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.status import Endpoint
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
-from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, NotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import observe
@@ -68,7 +68,14 @@ from eyrie_operator.embedded.routing import (
 )
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, increase
-from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, plan_endpoint
+from eyrie_operator.endpoints.plan import (
+    EndpointPlan,
+    ObservedCanary,
+    ObservedEndpoint,
+    ObservedEngine,
+    damaged_drafter,
+    plan_endpoint,
+)
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.traffic_recording import Recording, delete_older
 from eyrie_pipelines.processes import is_alive, stop_group
@@ -231,9 +238,12 @@ class EmbeddedEndpoints:
             outcomes = counters.revisions if counters is not None and is_counted else {}
             shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
             canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
+        active = next((each for each in endpoint.revisions if each.number == endpoint.active_revision), None)
+        running = any(engine.revision == endpoint.active_revision and engine.state != "dead" for engine in engines)
+        damage = "" if active is None or running else _drafter_damage(active.use)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
                                 windows=watched.windows, drift_reported=watched.drift_reported, canary=canary,
-                                no_room=no_room)
+                                no_room=no_room, drafter_damage=damage)
 
     def _room(self, endpoint: Endpoint, serving: Serving, number: int) -> Room:
         use = next(each for each in endpoint.revisions if each.number == number).use
@@ -326,6 +336,16 @@ class EmbeddedEndpoints:
         write_sealed(folder / ENGINE_FILE, EngineRecord(
             revision=action.revision, process=process, started_at=self._clock(), starts=action.starts,
             alone=action.alone))
+
+
+def _drafter_damage(use: DrafterUse) -> str:
+    """Why the drafter's files differ from the manifest of the stage that made them; empty if they do not."""
+    try:
+        if use.drafter_dir is not None:
+            verify_part(Path(use.drafter_dir))
+    except (ArtifactMissing, ArtifactCorrupt) as error:
+        return damaged_drafter(error.message)
+    return ""
 
 
 def _engine_url(directory: Path, revision: int) -> str:

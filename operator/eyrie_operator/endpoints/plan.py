@@ -10,7 +10,8 @@ that has served before skips the canary: after a failure requests wait, and the 
 A drafter can also become slow after it was promoted, when traffic differs from its training data; output stays the
 same. When the acceptance length over enough recent rounds falls below a share of the proven one, the endpoint rolls
 back to the revision before; the first revision is always the target without a drafter. When it falls less, but in
-several windows in a row, the traffic has drifted: this is reported once, with a job that retrains the drafter.
+several windows in a row, the traffic has drifted: this is reported once, with a job that retrains the drafter. An
+active revision that must be started, and whose drafter is damaged, is replaced by the target without a drafter.
 
 Like `jobs.reconcile`, `plan_endpoint` is called repeatedly and keeps no state. First the values that it reads and
 returns: what was observed, the limits, the actions. The runtimes execute the actions: `cluster` as changes of
@@ -103,6 +104,9 @@ class ObservedEndpoint:
 
     drift_reported: bool = False
     """Drift of the active revision has been reported since its activation."""
+
+    drafter_damage: str = ""
+    """Why an engine of the active revision cannot load its drafter, with a hint; empty: it can, or its engine runs."""
 
     def engine(self, revision: int | None) -> ObservedEngine | None:
         """The engine of a revision, dead or alive."""
@@ -245,6 +249,8 @@ class RollBack:
     revision: int
     reason: str
     message: str
+    without_drafter: bool = False
+    """The target without a drafter becomes the candidate, not the one before: its drafter may be damaged as well."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,9 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
             candidate = None
     if not any(isinstance(action, Activate | ShareRoute) for action in actions):  # those set the route themselves
         actions += _keep_alive(active, candidate, seen, now)
-    if active is not None and candidate is None:
+    if active is not None and candidate is None and seen.drafter_damage:
+        actions.append(RollBack(active, "DrafterDamaged", seen.drafter_damage, without_drafter=True))
+    elif active is not None and candidate is None:
         actions += _watch_acceptance(endpoint, active, policy, seen, now)
     if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
         actions.append(ProposeNoDrafter())
@@ -448,7 +456,7 @@ def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoin
                 now: datetime) -> list[EndpointAction]:
     """Start the serving engine, restart it with growing pauses, and route all requests to it when there is no
     canary."""
-    if active is None or _in_gap(active, candidate, seen):
+    if active is None or seen.drafter_damage or _in_gap(active, candidate, seen):
         return []
     engine = seen.engine(active)
     if engine is None:
@@ -505,6 +513,12 @@ def _collapse(revision: Revision | None, tau: float | None, rounds: float, polic
         return None
     return (f"acceptance length fell to {tau:.2f} (at most {highest:.2f}) over {rounds:.0f} rounds, below "
             f"{limit:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
+
+
+def damaged_drafter(found: str) -> str:
+    """The message for `ObservedEndpoint.drafter_damage`. Pure."""
+    return (f"its drafter cannot be loaded: {found}; hint: run the stage that made it again "
+            "(eyrie retry JOB --from train), or restore its files, then promote it again")
 
 
 def highest_tau(revision: Revision, tau: float, rounds: float) -> float:

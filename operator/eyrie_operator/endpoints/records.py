@@ -212,7 +212,8 @@ class EndpointRecords:
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, act.RollBack):
-            self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
+            bare = self._without_drafter(endpoint) if action.without_drafter else None
+            self.endpoints.roll_back(name, bare, actor="watch", reason=action.reason, message=action.message)
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, act.AnnounceGap):
@@ -233,6 +234,10 @@ class EndpointRecords:
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")
         return conditions
+
+    def _without_drafter(self, endpoint: Endpoint) -> int:
+        """The number of the revision that is the target alone. Each endpoint begins with one."""
+        return next(each.number for each in endpoint.revisions if each.use.setting.method == "off")
 
     def reject_candidate(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
         """Reject the candidate: it cannot be served as configured, and a retry would fail the same way."""

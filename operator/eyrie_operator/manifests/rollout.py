@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from eyrie_api.contract.promotion import CanarySpec
 from eyrie_api.contract.status import Endpoint
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
 from eyrie_operator.manifests.deployment import (
@@ -52,6 +53,9 @@ WORKLOAD = "Deployment"
 KINDS = (WORKLOAD, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute", "PodMonitor", "PrometheusRule",
          "ScaledObject")
 """Everything `render_endpoint` may render: the kinds to list for the current state."""
+
+DRAFTER_PROGRAMS = ("fetch-drafter", "verify-drafter")
+"""Init containers that end with the exit code of what is wrong with a drafter."""
 
 CRASHES = 3
 """Restarts until an engine counts as dead. One may be caused by its node; three are caused by the engine."""
@@ -220,6 +224,20 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
         starts=0 if healthy else 1 + max((container.get("restartCount", 0) for container in statuses), default=0),
         unready_since=None if healthy else min(filter(None, map(_unready_since, pods)), default=None),
         message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
+
+
+def drafter_failure(objects: Iterable[_Object], revision: int) -> str:
+    """Why the pods of a revision could not get its drafter, by the exit code of the program that fetches or compares
+    it; empty if they could. Pure."""
+    pods = [each for each in objects if each["kind"] == "Pod"
+            and each["metadata"].get("labels", {}).get(REVISION_LABEL) == str(revision)
+            and "deletionTimestamp" not in each["metadata"]]
+    for container in (one for pod in pods for one in pod.get("status", {}).get("initContainerStatuses", ())):
+        states = (container.get(state, {}).get("terminated") or {} for state in ("state", "lastState"))
+        if container["name"] in DRAFTER_PROGRAMS and any(
+                ended.get("exitCode") in (ArtifactMissing.exit_code, ArtifactCorrupt.exit_code) for ended in states):
+            return _message([container])
+    return ""
 
 
 def _unready_since(pod: _Object) -> datetime | None:

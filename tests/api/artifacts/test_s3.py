@@ -62,6 +62,54 @@ def test_an_upload_survives_broken_connections(bucket: Bucket, a_file: MakeFile)
     assert digest_bytes(bucket.store().read("a.bin")) == digest_file(source)
 
 
+@pytest.mark.parametrize("attempts", [1, 3])
+@pytest.mark.parametrize("how", ["file", "stream"])
+def test_an_upload_in_parts_that_completed_while_its_answer_was_lost_is_done(
+        bucket: Bucket, a_file: MakeFile, how: str, attempts: int) -> None:
+    source = a_file(LARGE)
+    with relaying(port_of(bucket.server)) as relay:
+        store = open_store(f"s3://{bucket.name}/eyrie/tests", through(relay, bucket, max_attempts=attempts))
+        # The list of parts is the last request of a completion: its body follows the head in one piece or two.
+        relay.answer_at, relay.cut_answers = b"<CompleteMultipartUpload", 1
+        if how == "file":
+            store.upload("a.bin", source)
+        else:
+            store.write_stream("a.bin", [source.read_bytes()], size_bytes=LARGE, sha256=digest_file(source))
+        assert relay.cut_answers == 0
+    there = bucket.store().stat("a.bin")
+    assert there is not None
+    assert (there.size_bytes, there.sha256) == (LARGE, digest_file(source))
+    assert unfinished(bucket) == []
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_an_upload_whose_completion_is_lost_is_not_done_by_an_older_object_in_its_place(
+        bucket: Bucket, a_file: MakeFile) -> None:
+    older, source = a_file(LARGE, "older.bin"), a_file(LARGE)
+    source.write_bytes(source.read_bytes()[::-1])
+    bucket.store().upload("a.bin", older)
+    with relaying(port_of(bucket.server)) as relay:
+        store = open_store(f"s3://{bucket.name}/eyrie/tests", through(relay, bucket, max_attempts=1))
+        relay.cut_at = b"<CompleteMultipartUpload"
+        with pytest.raises(StoreUnavailable):
+            store.upload("a.bin", source)
+        relay.cut_at = None
+        store.upload("a.bin", source)
+    assert digest_bytes(bucket.store().read("a.bin")) == digest_file(source)
+
+
+def test_a_small_object_whose_answer_was_lost_is_written_once_and_is_ours(bucket: Bucket) -> None:
+    with relaying(port_of(bucket.server)) as relay:
+        store = open_store(f"s3://{bucket.name}/eyrie/tests", through(relay, bucket))
+        store.check()
+        relay.answer_at, relay.cut_answers = b"our bytes", 1
+        store.write_once("a.json", b"our bytes")
+        relay.cut_answers = 1
+        store.write("b.json", b"our bytes")
+        assert relay.cut_answers == 0
+    assert bucket.store().read("a.json") == bucket.store().read("b.json") == b"our bytes"
+
+
 UPLOADING = """
 import sys
 from pathlib import Path

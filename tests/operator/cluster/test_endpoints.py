@@ -1,6 +1,7 @@
 """Endpoints tended against a double of the API server: what is written, what is not, and what a death costs."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -392,6 +393,60 @@ def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(ha
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
     assert harness.condition("RolledBack").reason == "Undeployable"
     assert "config.json cannot be read" in harness.condition("RolledBack").message
+
+
+def served_drafter(harness: Harness) -> EndpointReconciler:
+    reconciler = harness.serve_bare()
+    harness.propose()
+    settle(reconciler)
+    harness.server.run("eyrie-chat-r2")
+    settle(reconciler)
+    assert harness.chat.active_revision == 2
+    return reconciler
+
+
+def test_a_served_drafter_that_is_damaged_is_replaced_by_the_target_without_one(harness: Harness) -> None:
+    reconciler = served_drafter(harness)
+    harness.server.run("eyrie-chat-r2", available=0)
+    labels = harness.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]["metadata"]["labels"]
+    ended = {"terminated": {"exitCode": 74, "message": "model.safetensors differs"}}
+    harness.server.put("/api/v1/namespaces/serving/pods/p", {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "serving", "labels": labels},
+        "status": {"initContainerStatuses": [
+            {"name": "verify-drafter", "restartCount": 1, "state": {}, "lastState": ended}]}})
+    settle(reconciler)
+    harness.server.run("eyrie-chat-r1")
+    settle(reconciler)
+    assert (harness.chat.active_revision, harness.led_to) == (1, "1")
+    assert "model.safetensors differs" in harness.condition("RolledBack").message
+    assert [each.reason for each in harness.histories.read("chat").items if each.kind == "rolled-back"] == [
+        "DrafterDamaged"]
+
+
+def test_a_candidate_goes_ahead_of_a_served_drafter_of_which_nothing_can_be_read_any_more(
+        harness: Harness, tmp_path: Path) -> None:
+    harness.create(engine=EngineSpec(kind="sglang"))
+    for number in (2, 3):
+        drafter = tmp_path / f"c{number}"
+        drafter.mkdir()
+        (drafter / "config.json").write_text(json.dumps({
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "max_position_embeddings": 2048}))
+        reconciler = harness.reconciler()  # restarted: it has to read the drafters again
+        settle(reconciler)
+        harness.server.run(f"eyrie-chat-r{number - 1}")
+        settle(reconciler)
+        assert (harness.chat.active_revision, harness.led_to) == (number - 1, str(number - 1))
+        harness.endpoints.propose("chat", job_id=None, checkpoint=f"c{number}", tree=CHAIN, reason="better",
+                                  drafter_dir=str(drafter))
+        if number == 3:
+            (tmp_path / "c2" / "config.json").unlink()
+            reconciler = harness.reconciler()
+        settle(reconciler)
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r2", "eyrie-chat-r3"}, "what serves stays"
+    assert harness.led_to == "2"
+    harness.server.run("eyrie-chat-r3")
+    settle(reconciler)
+    assert (harness.chat.active_revision, harness.led_to) == (3, "3")
 
 
 def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(harness: Harness) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from eyrie_operator.endpoints.plan import ObservedEngine
+from eyrie_operator.manifests.deployment import REVISION_LABEL
 from eyrie_operator.manifests.objects import render_endpoint
-from eyrie_operator.manifests.rollout import CRASHES, observe_engines
+from eyrie_operator.manifests.rollout import CRASHES, drafter_failure, observe_engines
 from tests.operator.manifests.samples import deployment, endpoint, one, pods
 
 BORN = "2026-01-02T00:00:00Z"
@@ -28,6 +29,18 @@ def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, se
 
 def container(restarts: int = 0, **state: Any) -> dict[str, Any]:
     return {"containerStatuses": [{"name": "engine", "restartCount": restarts, **state}]}
+
+
+@pytest.mark.parametrize(("program", "code", "damaged"), [
+    ("fetch-drafter", 74, True), ("verify-drafter", 66, True), ("fetch-drafter", 75, False), ("engine", 74, False)])
+def test_a_drafter_is_damaged_where_the_program_that_brings_it_ends_with_that_code(
+        program: str, code: int, damaged: bool) -> None:
+    ended = {"terminated": {"exitCode": code, "message": "model.safetensors differs"}}
+    pod = {"kind": "Pod", "metadata": {"labels": {REVISION_LABEL: "2"}},
+           "status": {"initContainerStatuses": [{"name": program, "restartCount": 1, "state": {}, "lastState": ended}]}}
+    said = f"{program} ended with exit code {code}: model.safetensors differs"
+    assert drafter_failure([pod], 2) == (said if damaged else "")
+    assert drafter_failure([pod], 1) == ""
 
 
 LOOPING = {"state": {"waiting": {"reason": "CrashLoopBackOff"}},
