@@ -153,6 +153,8 @@ def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> s
     report = client.report(job_id)
     name = checkpoint_to_publish(report, checkpoint)
     files = [file for file in client.artifacts(job_id, "train") if file.path.startswith(f"checkpoints/{name}/")]
+    if not files and not client.job(job_id).spec.trains:
+        raise NotFound(f"{name} was not trained by job {job_id}", "publish it from where it was trained")
     if not files:
         raise NotFound(f"the files of {name} are not among the job's artifacts",
                        "`eyrie storage` may have removed them: train again")
