@@ -117,6 +117,8 @@ def test_a_revision_is_a_name_and_no_path(harness: Harness, tmp_path: Path, monk
     for revision in (str(elsewhere), str(tmp_path / "ref"), "../../../ref", "a/../../b", "~", "-x", "a\tb"):
         refused(harness, "revision", "no branch, tag or commit", target={"model": "org/name", "revision": revision})
         refused(harness, "revision", "no branch, tag or commit", rivals=[{"path": "org/name", "revision": revision}])
+        refused(harness, "revision", "no branch, tag or commit", data={},
+                drafters=[{"path": "org/name", "revision": revision}])
 
 
 def test_weights_outside_of_a_targets_directory_are_not_read(harness: Harness, tmp_path: Path) -> None:
