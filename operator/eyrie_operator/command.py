@@ -8,7 +8,7 @@
     eyrie migrate          migrate the database, or wait until it is migrated (--check)
     eyrie operator         on a cluster: reconcile DrafterJobs and DraftEndpoints; of several replicas one leads
     eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
-    eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
+    eyrie certify          drafters that were trained elsewhere: checked, measured, judged, for CI
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
     eyrie data push        data files of this machine into a bucket that jobs read
     eyrie load-test        load tests of servers, compared
@@ -29,7 +29,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from eyrie_api.cli.commands import app, find_job
+from eyrie_api.cli import spec
+from eyrie_api.cli.commands import File, Set, Target, absolute_paths, app, find_job
 from eyrie_api.cli.verbs import Json, RunningPlane, Screen, Server, running_plane, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.contract.engine import EngineKind
@@ -274,24 +275,65 @@ def load() -> None:
                        "run `eyrie load-test` with the same options")
 
 
-@app.command("check-drafter")
+@app.command()
 @verb
-def check_drafter(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An exported drafter.")],
-    target: Annotated[str | None, typer.Option("--target", help="Its target: path, Hub id, quickstart.")] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Context length to serve it with.")] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Do not read the target's weights.")] = False,
+def certify(
+    drafters: Annotated[list[str] | None, typer.Argument(
+        metavar="[DRAFTER]...", help="Directories or Hub ids of drafters that were trained elsewhere.")] = None,
+    target: Target = None,
+    prompts: Annotated[list[str] | None, typer.Option(
+        "--prompts", help="File of `messages` or `prompt` rows, s3:// or https:// URL, Hub id. Repeatable. Default: "
+                          "the shipped ones, for the shipped target.")] = None,
+    file: File = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Hub branch, tag or commit of the target.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
+    promote: Annotated[bool, typer.Option("--promote", help="Serve the best, if it passes every check.")] = False,
+    settings: Set = None,
+    check_only: Annotated[bool, typer.Option(
+        "--check-only", help="Measure nothing: whether SGLang and vLLM serve the directories as they are. Exits with "
+                             "65 if not.")] = False,
+    context: Annotated[int | None, typer.Option(
+        "--context", min=1, help="With --check-only: context length to serve it with.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="With --check-only: do not read the target's weights.")] = False,
+    home: Home = None,
+    server: Annotated[str | None, typer.Option(
+        "--server", envvar="EYRIE_SERVER", help="Address of the control plane. Default: that of --home, which is "
+                                                "started for the run where none runs.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check whether SGLang and vLLM can serve this drafter as it was trained. Exits with 65 if not."""
+    """Measure drafters that were trained elsewhere: load, benchmark, tune, prove, judge.
+
+    Exits with 0 where the best drafter is certified and faster, 3 certified and not faster, 4 not lossless, 5
+    undecided, 65 or 66 where drafters, target or prompts are refused.
+    """
+    from eyrie_operator.cli import certify as certification
     from eyrie_operator.cli import files
 
-    arguments = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
-                 *(["--context", str(context)] if context else [])]
-    document = files.run_check(arguments)
-    Screen(as_json=as_json).show(document, files.verdict(document))
-    if files.is_defective(document):
-        raise typer.Exit(files.EXIT_DEFECTIVE)
+    screen = Screen(as_json=as_json)
+    if check_only:
+        if not files.check(drafters or (), target, context, screen, fast=fast):
+            raise typer.Exit(files.EXIT_DEFECTIVE)
+        return
+    if context is not None or fast:
+        raise InvalidInput(f"{'--fast' if fast else '--context'} is given without --check-only, which it belongs to",
+                           "add --check-only, or leave it out")
+    where = DEFAULT_SERVER if server is None else server
+    job = spec.certification(spec.build_job(
+        file=file, target=target, revision=revision, dtype=dtype, drafters=drafters or (), prompts=prompts or (),
+        settings=settings or ()), promote=promote)
+    result = certification.certify(absolute_paths(job, where, target), server, settings_for(home, None, None).home,
+                                   screen)
+    screen.show(result, certification.words(result))
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+@app.command("check-drafter", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
+@verb
+def check_drafter() -> None:
+    """The name of `eyrie certify --check-only` before 0.2."""
+    raise InvalidInput("`eyrie check-drafter` is `eyrie certify --check-only` since 0.2",
+                       "run `eyrie certify --check-only` with the same options")
 
 
 @app.command("publish")

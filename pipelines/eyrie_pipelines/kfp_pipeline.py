@@ -4,6 +4,9 @@
     -> select -> tune -> prove -> with prove.hardware: the first profile -> each other profile
 
 On a cluster with a model cache, the prefetch task fills it with a target of the Hub first (`define(prefetched=True)`).
+A job with `drafters` trains nothing: its pipeline (`define(trains=False)`) begins with the names of those drafters,
+after the prefetch task.
+
 The sweep task trains all candidates of a job in one program where that is cheaper (`ResolvedJob.trains_together`); the
 train tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
 
@@ -118,6 +121,16 @@ def list_checkpoints(job_dir: str, spec_digest: str, code_version: str, trained:
 
 
 @_component
+def list_drafters(job_dir: str, spec_digest: str, code_version: str, checkpoints: dsl.Output[dsl.Model]) -> list:  # type: ignore[type-arg]
+    """Name the drafters that were trained elsewhere."""
+    from eyrie_pipelines import run_artifacts, tasks
+
+    names = tasks.list_checkpoints(job_dir, spec_digest, [])
+    run_artifacts.write_checkpoints(job_dir, spec_digest, names, checkpoints)
+    return names
+
+
+@_component
 def benchmark(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
               checkpoints: dsl.Input[dsl.Model], figures: dsl.Output[dsl.Metrics]) -> str:
     """Measure one checkpoint."""
@@ -183,7 +196,7 @@ def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
 
 def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: task, trainings: int | None = 1,
            benchmarks: int | None = 1, *, together: bool = True, prefetched: bool = False,
-           profiles: Sequence[str] = ()) -> Any:
+           profiles: Sequence[str] = (), trains: bool = True) -> Any:
     """The whole job as a kfp pipeline.
 
     place       applies a placement to a task, given its kind and the name of its hardware profile, if it is measured
@@ -193,21 +206,15 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
     together    whether there is a task that trains all candidates; it is placed like a training run
     prefetched  whether there is a task that fills the model cache first
     profiles    names of `prove.hardware`: a task each, since each is placed on hardware of its own
+    trains      whether the job trains; else it has the tasks from the benchmarks on
     """
 
     def placed(task: Any, kind: TaskKind = None, profile: str = "") -> Any:
         # No kfp cache: its key does not cover what a stage program reads.
         return place(task.set_caching_options(False), kind, profile)
 
-    @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
-    def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
-        """The whole job. `job_dir` contains `job.json`; all output of the run is written below it. `target`, `data` and
-        `sweep` are for people (`runner.JobFile.run_parameters`)."""
-        job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
-        code = {"job_dir": job_dir, "code_version": code_version}
-        rows = placed(regenerate(**job), "regenerate")
-        if prefetched:
-            rows.after(placed(prefetch(**job), "prefetch"))
+    def training(job: dict[str, Any], rows: Any) -> Any:
+        """The tasks from the answers in `rows` to the exported drafters."""
         store = placed(capture(**job, rows=rows.outputs["Output"], answers=rows.outputs["answers"]), "capture")
         states = store.outputs["states"]
         candidates = placed(list_candidates(**job))
@@ -216,8 +223,19 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
             # After the sweep task it only reads a manifest, which needs no GPU.
             trained = placed(train(**job, store=ready.outputs["Output"], candidate=candidate, states=states),
                              None if together else "train")
-        exported = placed(list_checkpoints(**job, trained=dsl.Collected(trained.outputs["Output"]),
-                                           drafters=dsl.Collected(trained.outputs["drafter"])))
+        return placed(list_checkpoints(**job, trained=dsl.Collected(trained.outputs["Output"]),
+                                       drafters=dsl.Collected(trained.outputs["drafter"])))
+
+    @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
+    def train_drafter(job_dir: str, spec_digest: str, code_version: str, target: str, data: str, sweep: str) -> str:
+        """The whole job. `job_dir` contains `job.json`; all output of the run is written below it. `target`, `data` and
+        `sweep` are for people (`runner.JobFile.run_parameters`)."""
+        job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
+        code = {"job_dir": job_dir, "code_version": code_version}
+        first = placed(regenerate(**job), "regenerate") if trains else placed(list_drafters(**job))
+        if prefetched:
+            first.after(placed(prefetch(**job), "prefetch"))
+        exported = training(job, first) if trains else first
         checkpoints = exported.outputs["checkpoints"]
         with dsl.ParallelFor(exported.outputs["Output"], parallelism=benchmarks) as checkpoint:
             measured = placed(benchmark(**job, checkpoint=checkpoint, checkpoints=checkpoints), "benchmark")

@@ -132,7 +132,7 @@ class KubeflowRunner(Runner):
 
         spec = job.spec
         pipeline = compile_for(self._profile, spec.placement, together=job.resolved.trains_together,
-                               hardware=spec.prove.hardware,
+                               hardware=spec.prove.hardware, trains=spec.trains,
                                prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
         job = self._write_job(job)
         number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1

@@ -334,7 +334,7 @@ def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
     local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(run_dir / "root"),
                enable_caching=False)
     try:
-        define(profiles=job.spec.prove.profile_names)(
+        define(profiles=job.spec.prove.profile_names, trains=job.spec.trains)(
             job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version(), **job.run_parameters())
     except RuntimeError as error:  # raised by kfp.local when a task failed
         return str(error)

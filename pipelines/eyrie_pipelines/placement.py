@@ -53,7 +53,8 @@ PART_LABEL = ("app.kubernetes.io/part-of", "eyrie")
 """Selected by the chart's NetworkPolicy that lets pods reach the bundled store."""
 
 _LEADS_TO: dict[str, StageName] = {"prefetch": "regenerate", "list-candidates": "train", "train": "train",
-                                   "list-checkpoints": "benchmark", "select": "tune"}
+                                   "list-checkpoints": "benchmark", "list-drafters": "benchmark",
+                                   "select": "tune"}
 """The stage that waits for a task which is no stage itself, by the task's name. `train` is one where a sweep task has
 trained all candidates."""
 
@@ -77,13 +78,15 @@ _TASK_COMMAND = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
 def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False,
-                hardware: HardwareSpec | None = None, prefetched: bool = False) -> dict[str, Any]:
+                hardware: HardwareSpec | None = None, prefetched: bool = False,
+                trains: bool = True) -> dict[str, Any]:
     """The pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
 
     together   whether one task trains all candidates. It then gets the training's placement, and the candidates' own
                tasks get small requests. Otherwise there is no such task: it would wait for a GPU to do nothing.
     hardware   of the job's `prove`: a task for each profile, placed there
     prefetched whether the first task fills the profile's model cache
+    trains     whether the job trains; else it measures drafters that were trained elsewhere
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
@@ -124,7 +127,7 @@ def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: b
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
                 define(placed, trainings=None, benchmarks=benchmarks, together=together, prefetched=prefetched,
-                       profiles=tuple(pools)),
+                       profiles=tuple(pools), trains=trains),
                 str(path))).result()
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():

@@ -68,11 +68,13 @@ class JobFile(Frozen):
         """What the parameters of a run in Kubeflow say of its job, for people: nothing reads them."""
         target, data = self.spec.target, self.spec.data
         sources = (f"{name}: {source.path}" for name, source in zip(data.source_names, data.sources, strict=True))
-        names = [candidate.name for candidate in self.resolved.candidates]
+        names = [candidate.name for candidate in self.resolved.candidates] or [
+            drafter.checkpoint for drafter in self.spec.drafters]
         more = f" and {len(names) - _NAMED_CANDIDATES} more" if len(names) > _NAMED_CANDIDATES else ""
         return {
             "target": f"{target.model}@{target.revision}" if target.revision else target.model,
-            "data": f"{', '.join(sources)}; at most {data.max_conversations} conversations",
+            "data": f"{', '.join(sources)}; at most {data.max_conversations} conversations" if self.spec.trains
+                    else "none: drafters that were trained elsewhere",
             "sweep": f"{len(names)} {'candidate' if len(names) == 1 else 'candidates'}: "
                      f"{', '.join(names[:_NAMED_CANDIDATES])}{more}"}
 

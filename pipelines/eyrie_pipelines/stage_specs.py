@@ -36,8 +36,8 @@ from eyrie_pipelines.runner import JobFile
 from eyrie_workers.catalog import stage_dir
 
 HELD_OUT = "held-out"
-RIVAL_DIR = "drafter"
-"""Where the benchmark stage of a rival keeps its drafter."""
+COPY_DIR = "drafter"
+"""Where the benchmark stage keeps its copy of a drafter from elsewhere."""
 
 
 class CheckpointRef(Frozen):
@@ -109,12 +109,12 @@ def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...
 
 
 def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
-    """Every drafter that is benchmarked: `list_checkpoints`, then the rivals, whose benchmark stage copies them into
-    its output. Raises as `list_checkpoints`."""
-    rivals = (CheckpointRef(name=rival.checkpoint, candidate=rival.checkpoint,
-                            path=(stage_dir(Path(), "benchmark", rival.checkpoint) / RIVAL_DIR).as_posix())
-              for rival in job.rivals)
-    return (*list_checkpoints(reports), *rivals)
+    """Every drafter that is benchmarked: `list_checkpoints`, if the job trains, then those from elsewhere, whose
+    benchmark stage copies them into its output. Raises as `list_checkpoints`."""
+    brought = (CheckpointRef(name=drafter.checkpoint, candidate=drafter.checkpoint,
+                             path=(stage_dir(Path(), "benchmark", drafter.checkpoint) / COPY_DIR).as_posix())
+               for drafter in job.brought)
+    return (*(list_checkpoints(reports) if job.spec.trains else ()), *brought)
 
 
 def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
@@ -123,8 +123,10 @@ def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
 
 
 def stage_keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
-    """Members of a stage known so far: the sweep's candidates; checkpoints and rivals once every candidate is
-    trained."""
+    """Members of a stage known so far: the sweep's candidates; what is benchmarked once every candidate is trained;
+    none of a stage that the job does not have."""
+    if stage not in job.spec.stages:
+        return []
     if stage == "train":
         return [candidate.name for candidate in job.candidates]
     if stage == "benchmark":
@@ -136,7 +138,7 @@ def stage_keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
 
 
 def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
-    """The checkpoint of that name, a candidate's or a rival. Raises ArtifactMissing."""
+    """The checkpoint of that name, a candidate's or one from elsewhere. Raises ArtifactMissing."""
     for checkpoint in benchmarked(job, reports):
         if checkpoint.name == name:
             return checkpoint
@@ -149,6 +151,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         reads=job.resolved.reads, benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
         rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
+        brought=next((drafter for drafter in job.spec.drafters if drafter.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
 
 

@@ -132,7 +132,7 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
 
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
-    """Names of the exported drafters of all candidates, and of the rivals."""
+    """Names of the exported drafters of all candidates, and of the drafters from elsewhere."""
     with _recording_failure(job_dir, spec_digest, "train") as job:
         return [checkpoint.name for checkpoint in stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))]
 
@@ -149,7 +149,7 @@ def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
 
 def _benchmark_spec(job_dir: str, job: JobFile, reports: Sequence[TrainReport],
                     checkpoint: stage_specs.CheckpointRef) -> BenchmarkStage:
-    first = stage_specs.list_checkpoints(reports)[0].name == checkpoint.name
+    first = stage_specs.benchmarked(job.resolved, reports)[0].name == checkpoint.name
     return stage_specs.benchmark_spec(job, Path(job_dir), checkpoint, first=first)
 
 
@@ -253,7 +253,7 @@ def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
 
 
 def benchmark_reports(job_dir: str, job: JobFile, trained: Sequence[TrainReport]) -> list[BenchmarkReport]:
-    """Reports of every checkpoint and rival that was benchmarked."""
+    """Reports of every drafter that was benchmarked."""
     return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport)
             for ref in stage_specs.benchmarked(job.resolved, trained)]
 

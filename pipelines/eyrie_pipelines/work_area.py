@@ -246,7 +246,7 @@ class WorkArea:
             if spec.drafter.init_from is not None:
                 self._download_drafter(Path(spec.drafter.init_from))
         elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
-            if not isinstance(spec, BenchmarkStage) or spec.rival is None:  # else the stage's own output
+            if not isinstance(spec, BenchmarkStage) or spec.source is None:  # else the stage's own output
                 self._download_drafter(Path(spec.drafter_dir))
             if spec.held_out_file is not None:
                 self._download_file(Path(spec.held_out_file))

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import socket
+import threading
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 
@@ -10,7 +12,8 @@ from rich.console import Console, RenderableType
 
 from eyrie_api import quantities
 from eyrie_api.cli import tables
-from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
+from eyrie_api.cli.watch import JobCancelled, JobFailed, _EventReader, closing_words, verdict, watch_view
+from eyrie_api.client import Client
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
@@ -161,3 +164,19 @@ def test_an_accepted_job_says_in_a_line_what_it_will_take() -> None:
                                              "train takes 75%; eyrie plan has the rest")
     here = PlannedStages(stages=(StagePlan(stage="train", tokens=1, bytes_on_disk=2**20, hours=0.1),))
     assert tables.planned_words(here) == "planned: 6m00s, 1.0 MiB on disk; train takes 100%; eyrie plan has the rest"
+
+
+def test_a_watch_that_ends_while_its_stream_is_opened_again_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhandled: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        reader = _EventReader(client, "j-1")
+        reader.start()
+        listening.accept()[0].close()  # the reader has asked, and asks again
+        reader.closed.set()
+        client.close()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "events"]
+        thread.join(60)
+    assert not thread.is_alive()
+    assert unhandled == []

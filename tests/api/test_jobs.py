@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sqlalchemy import event
 
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.status import Job, JobStatus, Progress, StageStatus
 from eyrie_api.contract.targets import TargetSpec
@@ -127,6 +128,21 @@ def test_a_retry_from_a_stage_starts_with_that_one_and_no_drafter_that_is_served
     assert {stage.stage: stage.state for stage in again.status.stages} == {"capture": "Succeeded", "tune": "Pending"}
     jobs.save_status(job.id, ended("Failed"))
     assert jobs.retry(job.id).status.restarted_from is None
+
+
+def test_a_job_that_trains_nothing_runs_again_from_stages_that_it_has_and_not_while_its_drafter_serves(
+        jobs: Jobs, database: Database, clock: ManualClock) -> None:
+    job = jobs.submit(derive(JobSpec.model_validate({"target": {"model": "quickstart"}, "drafters": ["org/head"]})))
+    jobs.save_status(job.id, ended("Succeeded"))
+    with pytest.raises(Conflict, match="has no stage capture") as refused:
+        jobs.retry(job.id, "capture")
+    assert "benchmark, tune, prove" in refused.value.hint
+    endpoints = Endpoints(database, clock)
+    endpoints.create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
+    endpoints.propose("default", job_id=job.id, checkpoint="head", tree=None, drafter_dir="/d", reason="test")
+    with pytest.raises(Conflict, match="serves a drafter"):
+        jobs.retry(job.id, "benchmark")
+    assert jobs.retry(job.id, "tune").status.restarted_from == "tune"
 
 
 def test_the_document_as_it_was_sent_is_kept_by_all_ways_and_by_a_retry(jobs: Jobs) -> None:

@@ -79,6 +79,10 @@ def test_only_drafters_are_selected_for_the_proof() -> None:
     head = benchmark_report("rival-x", {"chat": (5.0,)}).model_copy(update={"rival": True, "family": "eagle3"})
     assert select_for_proof([STEADY, lookup, head], rivals=True) is head
     assert select_for_proof([STEADY, lookup, head], rivals=False) is STEADY
+    refused = STEADY.model_copy(update={"checkpoint": "theirs", "cells": (), "dropped": "it reads states of 48"})
+    assert select_for_proof([refused, STEADY], rivals=False) is STEADY
+    with pytest.raises(InvalidInput, match="theirs could not be measured: it reads states of 48"):
+        select_for_proof([refused, lookup, head], rivals=False)
 
 
 def test_an_entry_averages_greedy_and_sampled_cells_apart() -> None:

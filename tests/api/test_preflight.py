@@ -474,7 +474,7 @@ def test_training_continues_from_a_jobs_best_checkpoint_or_the_field_is_refused_
 
 
 def test_mtp_layers_of_a_target_that_sglang_does_not_draft_with_are_no_rival(settings: Settings, target: Path) -> None:
-    refused(settings, UnsupportedTarget, "rivals: nextn: SGLang does not draft with MTP layers of Qwen3ForCausalLM",
+    refused(settings, UnsupportedTarget, "nextn: SGLang does not draft with MTP layers of Qwen3ForCausalLM",
             target={"model": str(target)}, rivals=["nextn"], engine={"kind": "sglang"}, drafter={"family": "eagle3"})
 
 

@@ -49,6 +49,12 @@ def as_rival(server: Running, target: Path, drafter: Path, **changes: Any) -> ht
     return submitted(server, target, rivals=[str(drafter)], **changes)
 
 
+def as_candidate(server: Running, target: Path, drafter: Path, suites: Path) -> httpx.Response:
+    return httpx.post(server.url + JOBS, json={
+        "target": {"model": str(target)}, "drafters": [str(drafter)],
+        "benchmark": {"suites": [{"name": "mine", "path": str(suites)}]}})
+
+
 def as_head(server: Running, target: Path, drafter: Path, family: str) -> httpx.Response:
     return submitted(server, target, drafter={"family": family, "init_from": str(drafter)})
 
@@ -151,7 +157,10 @@ def test_a_drafter_of_another_target_is_refused_with_both_values(form: str, says
     wide = tiny_target(tmp_path / "wide", **published_forms.TARGET | {"hidden_size": 48})
     program, family = published_forms.READ[form]
     drafter = program().write(tmp_path / "drafter")
-    for response in (as_rival(server, wide, drafter), as_head(server, wide, drafter, family)):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Name towns."}\n')
+    for response in (as_rival(server, wide, drafter), as_head(server, wide, drafter, family),
+                     as_candidate(server, wide, drafter, prompts)):
         assert says in refusal(response, drafter)[0]
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,6 +53,16 @@ def test_an_example_is_accepted_and_planned_where_its_files_are(name: str, files
     states = stages["capture"].tokens * planned.bytes_per_token
     assert (stages["capture"].bytes_on_disk < states) == (name == "streaming")
     assert len(planned.candidate_rows) == (3 if name == "mixes" else 0)
+
+
+def test_the_example_with_a_drafter_from_elsewhere_is_accepted_and_trains_nothing(files: Path) -> None:
+    (files / "prompts.jsonl").write_text('{"prompt": "Name towns."}\n')
+    spec, settings = example("bring_your_own"), Settings(home=files / "home")
+    assert [stage.stage for stage in plan(spec, settings).stages] == ["benchmark", "tune", "prove"]
+    assert check(spec, settings).spec.drafters[0].path == str(files / "published-eagle3-head")
+    (request,) = re.findall(r"-d '(\{.*?\})'\n", (ROOT / "docs/drafters.md").read_text(), re.DOTALL)
+    accepted = check(JobSpec.model_validate_json(request), settings).spec
+    assert (accepted.drafters[0].path, len(accepted.benchmark.suites)) == (str(files / "published-eagle3-head"), 1)
 
 
 @pytest.mark.parametrize("on_a_cluster", [False, True])

@@ -1,4 +1,4 @@
-"""`eyrie check-drafter`: the child's findings become words and an exit code."""
+"""`eyrie certify --check-only`: the child's findings become words and an exit code."""
 
 import io
 from pathlib import Path
@@ -25,10 +25,16 @@ def document(*severities: str, target: str | None = "some-model") -> dict[str, A
 
 def test_a_defective_directory_ends_with_65_and_says_the_hint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
-    done = CliRunner().invoke(app, ["check-drafter", str(tmp_path)])
+    done = CliRunner().invoke(app, ["certify", "--check-only", str(tmp_path)])
     assert done.exit_code == 65
     assert "1 error\n  weights-missing: " in done.output
     assert "    hint: give the directory of an exported drafter" in done.output
+
+
+def test_the_name_of_the_check_before_0_2_says_the_new_one() -> None:
+    done = CliRunner().invoke(app, ["check-drafter", "DIR", "--target", "quickstart"])
+    assert done.exit_code == 65
+    assert "`eyrie certify --check-only`" in done.output
 
 
 def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:

@@ -1,7 +1,7 @@
 """The report of a finished job, from its stages' manifests."""
 
 from eyrie_api.contract.reports import CaptureReport, LayerChoice, RegenerateReport
-from eyrie_api.contract.stages import Manifest
+from eyrie_api.contract.stages import STAGES, Manifest
 from eyrie_operator.jobs.report import build_report
 
 ANSWERED = RegenerateReport(rows_read=12, rows_answered=10, rows_held_out=1, rows_quarantined=1, rows_reused=4,
@@ -19,10 +19,10 @@ def manifest(report: RegenerateReport | CaptureReport) -> Manifest:
 
 
 def test_the_report_states_how_much_was_taken_over_from_earlier_jobs_and_of_how_much() -> None:
-    report = build_report("job", [manifest(ANSWERED), manifest(CAPTURED)], (), 4.0, None, None)
+    report = build_report("job", [manifest(ANSWERED), manifest(CAPTURED)], (), 4.0, None, None, stages=STAGES)
     assert report["reused"] == {"answers": 4, "all_answers": 10, "state_bytes": 400, "all_state_bytes": 1000}
 
 
 def test_the_report_of_a_job_that_ended_after_its_answers_states_those_alone() -> None:
-    assert build_report("job", [manifest(ANSWERED)], (), 2.0, None, None)["reused"] == {
+    assert build_report("job", [manifest(ANSWERED)], (), 2.0, None, None, stages=STAGES)["reused"] == {
         "answers": 4, "all_answers": 10}

@@ -14,6 +14,7 @@ import uvicorn
 from eyrie_api.artifacts import digest_file, digest_model, write_model
 from eyrie_api.client import Client
 from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.reports import TrainReport, TuneReport, VocabularyReport
 from eyrie_api.contract.stages import FileEntry, Manifest, StageReport
 from eyrie_api.database.engine import Database
@@ -72,6 +73,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
     finish(home, job.id, "tune", "", TuneReport(checkpoint=NAME, path="/srv/secret/path", cells=(), winner=tree,
                                                 finding="-", final=benchmark_report(NAME, 2.0),
                                                 environment=ENVIRONMENT, seconds=1.0))
+    brought = Jobs(database).submit(derive(JobSpec.model_validate({
+        "name": "brought", "target": {"model": "quickstart"}, "drafters": ["org/head"]})))
+    finish(home, brought.id, "benchmark", "head", benchmark_report("head", 1.9))
     server = uvicorn.Server(uvicorn.Config(create_app(settings, database=database), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -98,6 +102,15 @@ def test_a_published_directory_is_a_sound_drafter_whose_card_has_the_results(
             publish(client, job_id, None, tmp_path / "out")
         with pytest.raises(NotFound, match="its checkpoints are base-step-7"):
             publish(client, job_id, "rival-x", tmp_path / "other")
+
+
+def test_a_drafter_that_was_trained_elsewhere_is_not_published_from_here(served: tuple[str, str, Path],
+                                                                         tmp_path: Path) -> None:
+    with Client(served[0]) as client:
+        (brought,) = client.jobs(name="brought").items
+        with pytest.raises(NotFound, match=f"head was not trained by job {brought.id}"):
+            publish(client, brought.id, "head", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def eyrie(url: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

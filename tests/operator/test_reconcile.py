@@ -105,6 +105,16 @@ def test_training_is_not_reported_as_done_before_every_candidate_is() -> None:
     assert is_true(plan.status.conditions, "Trained")
 
 
+def test_a_job_that_trains_nothing_is_benchmarked_without_conditions_of_training() -> None:
+    spec = JobSpec.model_validate({"target": {"model": "quickstart"}, "drafters": ["org/head"]})
+    measured = ObservedStage("benchmark", "head", started_at=NOW, manifest=manifest())
+    running = ObservedRun("running", 1, 1)
+    plan = reconcile(spec, seen(run=running, stages=(measured, ObservedStage("tune", started_at=NOW))), NOW)
+    assert is_true(plan.status.conditions, "Benchmarked")
+    assert reason_of(plan.status, "Tuned") == "Running"
+    assert not {"Regenerated", "Captured", "Trained"} & {each.type for each in plan.status.conditions}
+
+
 def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
     assert reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1)), NOW).actions == (StartRun(1),)
     plan = reconcile(SPEC, seen(run=ObservedRun("gone", 1, MAX_STARTS)), NOW)

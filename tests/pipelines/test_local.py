@@ -15,6 +15,7 @@ import pytest
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import JobPlacement
 from eyrie_api.contract.prove import ProveReport, ProveSpec
 from eyrie_api.contract.records import ProgressRecord
@@ -91,6 +92,18 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     assert isinstance(proof, ProveReport)
     assert proof.load is not None
     assert "incumbent" in proof.load.variants
+
+
+@pytest.mark.slow
+def test_a_run_of_drafters_that_were_trained_elsewhere_begins_with_their_benchmarks(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    local.start(job_dir, job_file(JobSpec.model_validate(
+        {"target": {"model": "quickstart"}, "drafters": ["org/head-10", "org/head-90", "org/head-20"]})))
+    assert wait_for(job_dir, "succeeded", "failed", "gone").state == "succeeded", log_of(job_dir)
+    assert rehearsal.starts() == ["benchmark/head-10", "benchmark/head-90", "benchmark/head-20", "tune", "prove"]
+    report = read_manifest(job_dir / "stages" / "tune").report
+    assert isinstance(report, TuneReport)
+    assert report.checkpoint == "head-90"
 
 
 @pytest.mark.slow

@@ -104,6 +104,18 @@ def test_every_pod_names_the_stage_that_it_runs_or_that_waits_for_it() -> None:
             "hardware": "h200-x2", "hardware-2": "cpu"}
 
 
+def test_a_job_that_trains_nothing_has_no_pod_of_training_and_waits_for_the_model_cache() -> None:
+    profile = ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING,
+                             model_cache=ModelCacheSpec(claim="models"))
+    pipeline = compile_for(profile, JobPlacement(), prefetched=True, trains=False)
+    executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert {name.removeprefix("exec-"): one["podMetadata"]["labels"]["eyrie.dev/stage"]
+            for name, one in executors.items()} == {
+        "prefetch": "regenerate", "list-drafters": "benchmark", "benchmark": "benchmark", "select": "tune",
+        "tune": "tune", "prove": "prove"}
+    assert pipeline["pipeline_spec"]["root"]["dag"]["tasks"]["list-drafters"]["dependentTasks"] == ["prefetch"]
+
+
 def test_credentials_of_trackers_reach_the_pods_that_train_alone() -> None:
     key = SecretVariable(variable="WANDB_API_KEY", secret="trackers", key="wandb")
     per_stage = {"train": EVERYTHING.model_copy(update={"secret_variables": (key,)})}

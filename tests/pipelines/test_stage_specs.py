@@ -14,6 +14,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import JobPlacement
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.sweep import SweepAxis, SweepSpec
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
@@ -145,6 +146,23 @@ def test_rivals_are_benchmarked_after_the_candidates_and_off_is_the_baseline_of_
     assert (result.rival, result.drafter_dir) == (
         spec.rivals[0], "/jobs/job-1/stages/benchmark/rival-eagle3-model/drafter")
     assert stage_specs.benchmark_spec(JobFile(id="j", resolved=derive(spec)), ROOT, refs[0], first=True).rival is None
+
+
+def test_drafters_that_were_trained_elsewhere_are_the_candidates_and_rivals_follow_them() -> None:
+    spec = JobSpec.model_validate({"target": {"model": "quickstart"}, "drafters": ["/a/Head", "org/b"],
+                                   "rivals": ["ngram"]})
+    job = JobFile(id="job-1", resolved=derive(spec))
+    refs = stage_specs.benchmarked(job.resolved, [])
+    assert [ref.name for ref in refs] == ["head", "b", "rival-ngram"]
+    first, second, lookup = (stage_specs.benchmark_spec(job, ROOT, ref, first=False) for ref in refs)
+    assert (first.brought, first.rival, first.drafter_dir) == (
+        spec.drafters[0], None, "/jobs/job-1/stages/benchmark/head/drafter")
+    assert (second.source, second.source_field) == (spec.drafters[1], "drafters")
+    assert (lookup.source, lookup.source_field, lookup.brought) == (spec.rivals[0], "rivals", None)
+    keys = {stage: stage_specs.stage_keys(job.resolved, ROOT, stage) for stage in STAGES}
+    assert keys == {"regenerate": [], "capture": [], "train": [], "benchmark": ["head", "b", "rival-ngram"],
+                    "tune": [""], "prove": [""], "hardware": []}
+    assert "brought" not in lookup.model_dump(mode="json"), "the digests of other specs are as before"
 
 
 @pytest.mark.parametrize(("rivals", "says"), [

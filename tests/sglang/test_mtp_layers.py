@@ -112,4 +112,4 @@ def test_a_checkpoint_without_its_mtp_layers_is_a_dropped_rival(tmp_path: Path) 
         target=TargetSpec(model=str(target), dtype="float32"), engine=EngineSpec(kind="sglang"),
         rival=RivalSpec(method="nextn"),
         benchmark=BenchmarkSpec(suites=(suite,), max_new_tokens=8, tree=CHAIN, temperatures=(0.0,))))
-    assert report.dropped == "rivals: nextn: the target's checkpoint has no MTP layers"
+    assert report.dropped == "nextn: the target's checkpoint has no MTP layers"

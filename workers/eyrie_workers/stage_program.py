@@ -307,8 +307,8 @@ def check_models(spec: Frozen) -> None:
     target: TargetSpec | None = getattr(spec, "target", None)
     if target is not None:
         check_path("target.model", target.model, rules)
-    if isinstance(spec, BenchmarkStage) and spec.rival is not None and spec.rival.path is not None:
-        check_path("rivals: path", spec.rival.path, rules)
+    if isinstance(spec, BenchmarkStage) and spec.source is not None and spec.source.path is not None:
+        check_path(f"{spec.source_field}: path", spec.source.path, rules)
     heads: Iterable[PublishedDrafter | None] = ()
     if isinstance(spec, CaptureStage | TrainStage):
         heads = spec.init_from if isinstance(spec, CaptureStage) else (spec.drafter.head,)

@@ -91,7 +91,8 @@ def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
 
 
 def read_by(jobs: Iterable[Job]) -> set[tuple[str, str]]:
-    """(job, checkpoint) of all that jobs which may still read their inputs name: `drafter.init_from`, `rivals`."""
+    """(job, checkpoint) of all that jobs which may still read their inputs name: `drafter.init_from`, `drafters`,
+    `rivals`."""
     return named_by(job.spec for job in jobs if job.status.phase in MAY_READ)
 
 
@@ -99,7 +100,7 @@ def named_by(specs: Iterable[JobSpec]) -> set[tuple[str, str]]:
     """(job, checkpoint) of every drafter that the specs name by its path."""
     paths: list[str | None] = []
     for spec in specs:
-        paths += [spec.drafter.init_from, *(rival.path for rival in spec.rivals)]
+        paths += [spec.drafter.init_from, *(drafter.path for drafter in (*spec.drafters, *spec.rivals))]
         paths += [str(value) for axis in spec.sweep.axes if axis.field == "drafter.init_from" for value in axis.values]
     return {(match["job"], match["name"]) for path in paths if path is not None
             for match in (_CHECKPOINT.search(path),) if match is not None}

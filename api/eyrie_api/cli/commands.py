@@ -69,12 +69,13 @@ def absolute_paths(job: JobSpec, server: str, target: str | None = None, data: S
     document = job.model_dump(mode="json", exclude_unset=True)  # defaults are the server's
     model = document["target"]["model"]
     document["target"]["model"] = _absolute(model, "--target" if model == target else "target.model", TargetNotFound)
-    for number, source in enumerate(document["data"]["sources"]):
+    for number, source in enumerate(document.get("data", {}).get("sources", ())):
         named = "--data" if source["path"] in data else f"data.sources[{number}].path"
         source["path"] = _absolute(source["path"], named, NoUsableData)
-    for number, rival in enumerate(document.get("rivals", ())):
-        if rival.get("path"):
-            rival["path"] = _absolute(rival["path"], f"rivals[{number}].path")
+    for field in ("drafters", "rivals"):
+        for number, drafter in enumerate(document.get(field, ())):
+            if drafter.get("path"):
+                drafter["path"] = _absolute(drafter["path"], f"{field}[{number}].path")
     for number, suite in enumerate(document.get("benchmark", {}).get("suites", ())):
         suite["path"] = _absolute(suite["path"], f"benchmark.suites[{number}].path")
     return JobSpec.model_validate(document)

@@ -1,9 +1,11 @@
-"""Builds a job spec from flags: a file, then --target and --data, then --set, each overriding the previous.
+"""Builds a job spec from flags: a file, then --target, --data, drafters and --prompts, then --set, each overriding the
+previous.
 
 `--set train.learning_rate=5e-4` takes its value as YAML, so that numbers, lists and booleans have their YAML meaning.
 The document is validated against the contract before any request, and errors name the field.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,24 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api import yaml_text
+from eyrie_api.contract.benchmark import QUICKSTART_SUITES
 from eyrie_api.contract.families import FAMILIES, sglang_families
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.rules import rule_of
+from eyrie_api.contract.targets import QUICKSTART
 from eyrie_api.errors import InvalidInput
 from eyrie_api.unknown_fields import unknown_field_hint
+
+_PROMPTS = 32
+"""Of a file of --prompts: as many as the shipped suites have together."""
+
+_SHIPPED_PROMPTS, _SHIPPED_BUDGET_S = 3, 15.0
+"""Prompts of each shipped suite, and seconds of racing: with the shipped target, of which every run takes minutes."""
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
-              settings: Sequence[str] = ()) -> JobSpec:
+              drafters: Sequence[str] = (), prompts: Sequence[str] = (), settings: Sequence[str] = ()) -> JobSpec:
     """The job that a command line describes. Raises InvalidInput naming the flag or field."""
     document = read_document(file) if file is not None else {}
     if document.get("kind") == "DrafterJob":  # an object for Kubernetes, which holds the job below spec.job
@@ -36,6 +46,10 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
             assign(document, f"target.{field}", value)
     if data:
         assign(document, "data.sources", [{"path": path} for path in data])
+    if drafters:
+        assign(document, "drafters", list(drafters))
+    if prompts:
+        assign(document, "benchmark.suites", [_suite(path, number) for number, path in enumerate(prompts, 1)])
     for setting in settings:
         dotted, equals, text = setting.partition("=")
         if not equals or not dotted:
@@ -48,9 +62,34 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
         assign(document, dotted.strip(), value)
     if "model" not in (document.get("target") or {}):
         raise InvalidInput("no target was given", "give --target <Hugging Face directory, Hub id, or quickstart>")
-    if not (document.get("data") or {}).get("sources"):
+    if not (document.get("data") or {}).get("sources") and not document.get("drafters"):
         raise InvalidInput("no conversations were given",
                            "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
+    return validate(document)
+
+
+def _suite(path: str, number: int) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", Path(path).name.partition(".")[0].lower()).strip("-")[:40].strip("-")
+    return {"name": name or f"prompts-{number}", "path": path, "max_prompts": _PROMPTS}
+
+
+def certification(job: JobSpec, *, promote: bool) -> JobSpec:
+    """The job of `eyrie certify`: nothing is served unless it is promoted, and n-gram look-up, which needs no drafter,
+    is not tuned. On the shipped target it is small enough for minutes. Fields that it sets already stay. Raises
+    InvalidInput.
+    """
+    document = {"name": "certify"} | job.model_dump(mode="json", exclude_unset=True)
+    fields: list[tuple[str, str, Any]] = [
+        ("tune", "ngram", any(rival.method == "ngram" for rival in job.rivals)),
+        ("promotion", "mode", "auto" if promote else "never"), ("serve", "enabled", promote)]
+    if job.target.model == QUICKSTART and job.engine.kind == "embedded":
+        fields += [("tune", "budget_s", _SHIPPED_BUDGET_S), ("tune", "num_steps", [2, 3, 4, 5]), ("tune", "top_k", [1]),
+                   ("tune", "max_prompts", 8)]
+        if "suites" not in job.benchmark.model_fields_set:
+            fields.append(("benchmark", "suites", [suite.model_copy(update={
+                "max_prompts": _SHIPPED_PROMPTS}).model_dump(mode="json") for suite in QUICKSTART_SUITES]))
+    for section, field, value in fields:
+        document.setdefault(section, {}).setdefault(field, value)
     return validate(document)
 
 

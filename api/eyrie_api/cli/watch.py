@@ -5,7 +5,6 @@ server. The state of the stages comes from the job, polled about once a second. 
 watch waits for it; the job is not affected. Ctrl-C ends the watch, not the job.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -79,7 +78,7 @@ class _EventReader:
     def _read(self) -> None:
         while not self.closed.is_set():
             self.ended.clear()  # a stream that a server ended as it stopped is followed by another
-            with contextlib.suppress(EyrieError):  # the main thread reports it; here the stream is opened again
+            try:
                 for event in self.source.events(self.job_id, self.last_id):
                     if event.id > self.last_id:
                         self.last_id = event.id
@@ -87,6 +86,12 @@ class _EventReader:
                     if self.closed.is_set():
                         return
                 self.ended.set()
+            except EyrieError:
+                pass  # the main thread reports it; here the stream is opened again
+            except RuntimeError:
+                # Race: the watch has ended and closed the client, while the stream was being opened again.
+                if not self.closed.is_set():
+                    raise
             self.closed.wait(_RETRY_S)
 
     def take(self) -> list[Event]:

@@ -1,4 +1,5 @@
-"""How checkpoints are benchmarked: suites of prompts, temperatures, concurrencies, tree; the rivals next to them."""
+"""How checkpoints are benchmarked: suites of prompts, temperatures, concurrencies, tree; drafters that the job does not
+train, as its candidates or as rivals next to them."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -38,7 +39,8 @@ class BenchmarkSpec(Frozen):
     suites: tuple[SuiteSpec, ...] = depends(QUICKSTART_SUITES, min_length=1, max_length=64)
     """Prompts that no drafter was trained on. Each suite is measured and reported by itself. Omitted: the shipped
     suites for `quickstart` data; where a target other than the shipped one has other data too, or there is no
-    `quickstart` data, 32 prompts held out of the data (of few conversations up to a fifth)."""
+    `quickstart` data, 32 prompts held out of the data (of few conversations up to a fifth). With `drafters`: the
+    shipped suites for the shipped target; for another, suites are named."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = depends((0.0, 1.0), min_length=1)
     """Each is measured and reported by itself; 0 is greedy. Omitted, 0 alone for SGLang on CPUs."""
@@ -113,7 +115,7 @@ class RivalSpec(Frozen):
     @model_validator(mode="after")
     def _path_of_a_drafter(self) -> "RivalSpec":
         if (self.method == "drafter") != (self.path is not None):
-            raise ValueError(f"rivals: method {self.method!r} with path {self.path!r}: a drafter needs the path, and "
+            raise ValueError(f"method {self.method!r} with path {self.path!r}: a drafter needs the path, and "
                              "nextn, ngram and off have none")
         return self
 
@@ -125,6 +127,31 @@ class RivalSpec(Frozen):
     @property
     def checkpoint(self) -> str:
         """Name among the job's checkpoints."""
+        return NAME_PREFIX + self._own_name
+
+    @property
+    def _own_name(self) -> str:
         last = (self.path or self.method).rstrip("/").rpartition("/")[2]
-        return NAME_PREFIX + (self.name or re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:40].strip("-")
-                              or "drafter")
+        return self.name or re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:40].strip("-") or "drafter"
+
+
+class BroughtDrafter(RivalSpec):
+    """One drafter that was trained elsewhere, as a candidate. Short form: a path or Hub id, or `nextn`."""
+
+    method: Literal["drafter", "nextn"] = "drafter"
+    """What it drafts with; `drafter` needs a path. `nextn` is the target's own MTP layers, in engine `sglang`."""
+
+    name: Name | None = Field(None, max_length=40)
+    """In reports and in the leaderboard. Default: from the last part of the path."""
+
+    @property
+    def checkpoint(self) -> str:
+        """Name among the job's checkpoints."""
+        return self._own_name
+
+    @model_validator(mode="after")
+    def _named_as_no_rival(self) -> "BroughtDrafter":
+        if self.checkpoint.startswith(NAME_PREFIX):
+            raise ValueError(f"{self.checkpoint!r} begins with {NAME_PREFIX!r}, as the names of rivals do: give it "
+                             "another name")
+        return self

@@ -79,10 +79,11 @@ class DataSource(Frozen):
 
 
 class DataSpec(Frozen):
-    """The conversations whose last assistant turn the target regenerates."""
+    """The conversations whose last assistant turn the target regenerates. A job with `drafters` has none."""
 
-    sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
-    """Where conversations come from; their weights are their shares of what is drawn, answered and captured."""
+    sources: tuple[DataSource, ...] = Field((), max_length=64)
+    """Where conversations come from; their weights are their shares of what is drawn, answered and captured. At least
+    one, unless the job trains nothing (`drafters`)."""
 
     answered: bool = False
     """The answers of the data are used as they are, and nothing is generated: for data that the target has answered

@@ -1,40 +1,48 @@
 """What a user requests: one target, conversations, and how the drafter is trained, measured and served.
 
-Every field has a default that suits a first run except `target` and `data`; every number has a bound and a unit.
-Each section has a module of its own (`targets`, `data`, `capture`, ...) and is passed whole to the stage it configures
-(`contract.stages`), never copied field by field.
+Every field has a default that suits a first run except `target` and one of `data` and `drafters`; every number has a
+bound and a unit. Each section has a module of its own (`targets`, `data`, `capture`, ...) and is passed whole to the
+stage it configures (`contract.stages`), never copied field by field.
 """
 
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec
+from eyrie_api.contract.benchmark import BenchmarkSpec, BroughtDrafter, RivalSpec
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import EngineSpec
-from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS, sglang_families
+from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS, Family, sglang_families
 from eyrie_api.contract.model import Frozen, Name
 from eyrie_api.contract.placement import JobPlacement
 from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.serving import ServeSpec
+from eyrie_api.contract.stages import STAGES, TRAINING_STAGES, StageName
 from eyrie_api.contract.sweep import SweepSpec
-from eyrie_api.contract.targets import JobTarget
+from eyrie_api.contract.targets import HELD_OUT, JobTarget
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.contract.tuning import TuneSpec
 
+_OF_TRAINING = ("data", "regenerate", "reuse", "capture", "drafter", "train", "sweep")
+"""Fields of jobs that train."""
+
 
 class JobSpec(Frozen):
-    """Train, choose, tune and serve a drafter for one target."""
+    """Train a drafter for one target, or take drafters that were trained elsewhere; choose, tune and serve the best."""
 
     name: Name | None = None
     """Display name; the server assigns the id."""
 
     target: JobTarget
-    data: DataSpec
+    data: DataSpec = DataSpec()
+    drafters: tuple[BroughtDrafter, ...] = Field((), max_length=16)
+    """Trained elsewhere: they are the candidates, which are benchmarked, and the best of them is tuned, proven and
+    promoted. Nothing is regenerated, captured or trained, so the sections that say how are left out."""
+
     engine: EngineSpec = EngineSpec()
     """In which it regenerates, benchmarks, tunes, proves and serves. Where hidden states come from is
     `capture.source`."""
@@ -64,6 +72,24 @@ class JobSpec(Frozen):
     """Your own, to find the job by."""
 
     @model_validator(mode="after")
+    def _trains_or_is_given_drafters(self) -> "JobSpec":
+        if self.trains:
+            if not self.data.sources:
+                raise ValueError("data.sources is empty, and so is drafters: give conversations to train on, or "
+                                 "drafters that were trained elsewhere")
+            return self
+        for section in _OF_TRAINING:
+            if getattr(self, section) != JobSpec.model_fields[section].default:
+                raise ValueError(f"drafters names drafters that were trained elsewhere, so the job trains none, and "
+                                 f"{section} is set: omit it; to measure drafters next to trained ones, name them in "
+                                 "rivals")
+        for suite in self.benchmark.suites:
+            if suite.path == HELD_OUT:
+                raise ValueError(f"benchmark suite {suite.name!r} uses prompts held out of the data, and a job with "
+                                 "drafters has no data: give a file of prompts, or a Hub data set")
+        return self
+
+    @model_validator(mode="after")
     def _sections_agree(self) -> "JobSpec":
         if self.data.answered and self.regenerate.engine is not None:
             raise ValueError(f"data.answered is true, which generates nothing, and regenerate.engine is "
@@ -74,29 +100,31 @@ class JobSpec(Frozen):
                 raise ValueError(f"prove.hardware.profiles.{number}.threads is {profile.threads} and engine is "
                                  f"{self.engine.kind!r}, which takes no number of threads: omit it")
         deepest = max(self.benchmark.tree.num_steps, *self.tune.num_steps)
-        if deepest > self.train.ttt_length + 4:
+        if self.trains and deepest > self.train.ttt_length + 4:
             raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
                              "the drafter would be served at depths it was not trained for; raise "
                              "ttt_length or lower num_steps")
         variants = [field for field in VARIANT_FIELDS if getattr(self.drafter, field)]
-        for family in self.sweep.families or (self.drafter.family,):
+        for family in self.trained_families:
             for field in variants:
                 if field not in FAMILIES[family].variant_fields:
                     owners = ", ".join(name for name, row in FAMILIES.items() if field in row.variant_fields)
                     raise ValueError(f"drafter.{field} is a variant of {owners}, and {family!r} is to be trained too: "
                                      "leave it out, or train that family in a job of its own")
-        names = [rival.checkpoint for rival in self.rivals]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"rivals: {', '.join(twice)} is named twice: list each rival once, and give those of "
-                             "equal file names a name")
+        for field, names in (("rivals", [rival.checkpoint for rival in self.rivals]),
+                             ("drafters", [drafter.checkpoint for drafter in self.drafters])):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{field}: {', '.join(twice)} is named twice: list each once, and give those of equal "
+                                 "file names a name")
         if not self.tune.ngram and any(rival.method == "ngram" for rival in self.rivals):
             raise ValueError("rivals names ngram, which tuning compares, and tune.ngram is false: set it to true, or "
                              "leave the rival out")
-        if self.engine.kind == "embedded" and any(rival.method == "nextn" for rival in self.rivals):
-            raise ValueError("rivals names nextn, and engine is 'embedded', which does not compute the target's MTP "
-                             "layers: set engine to 'sglang', or leave the rival out")
-        for family in (self.sweep.families or (self.drafter.family,)) if self.engine.kind == "sglang" else ():
+        for field, named in (("rivals", self.rivals), ("drafters", self.drafters)):
+            if self.engine.kind == "embedded" and any(drafter.method == "nextn" for drafter in named):
+                raise ValueError(f"{field} names nextn, and engine is 'embedded', which does not compute the target's "
+                                 "MTP layers: set engine to 'sglang', or leave it out")
+        for family in self.trained_families if self.engine.kind == "sglang" else ():
             if family not in sglang_families():
                 field = "sweep.families" if self.sweep.families else "drafter.family"
                 raise ValueError(f"{field} names {family!r}, which engine 'sglang' cannot serve: use one of "
@@ -108,3 +136,19 @@ class JobSpec(Frozen):
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")
         return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job trains its candidates; else they are `drafters`."""
+        return not self.drafters
+
+    @property
+    def trained_families(self) -> tuple[Family, ...]:
+        """Those that the job trains."""
+        return (self.sweep.families or (self.drafter.family,)) if self.trains else ()
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """Those that the job has, in order."""
+        return tuple(stage for stage in STAGES if (self.trains or stage not in TRAINING_STAGES)
+                     and (stage != "hardware" or self.prove.hardware is not None))

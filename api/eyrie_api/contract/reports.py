@@ -364,13 +364,13 @@ class BenchmarkReport(Frozen):
     """At the higher `benchmark.concurrencies`."""
 
     family: str | None = None
-    """Of a rival; a candidate's is in its training report."""
+    """Of a drafter from elsewhere; that of a trained one is in its training report."""
 
     rival: bool = False
     """It was not trained by this job."""
 
     dropped: str | None = None
-    """Why a rival could not be measured: there are no cells, and the speed-up is 0."""
+    """Why a drafter from elsewhere could not be measured: there are no cells, and the speed-up is 0."""
 
     lossless: bool
     """Every prompt of every compared cell, and every request at every concurrency, is identical, or differs by

@@ -91,8 +91,8 @@ class ResolvedJob(Frozen):
     target: TargetSpec
     """With the dtype that `auto` means."""
 
-    candidates: tuple[Candidate, ...] = Field(min_length=1)
-    """In the order of the sweep's grid, or of its draws."""
+    candidates: tuple[Candidate, ...]
+    """Those that are trained, in the order of the sweep's grid, or of its draws. None in a job with `drafters`."""
 
     compared_mixes: tuple[ComparedMix, ...] = ()
     """Of all candidates with a mix: each trains on as many rows as every one of them can have."""
@@ -124,8 +124,14 @@ class ResolvedJob(Frozen):
     """None where the target's sizes were not known."""
 
     @property
+    def brought(self) -> tuple[RivalSpec, ...]:
+        """Drafters that the job does not train and that have a benchmark stage: its candidates, if it trains none, and
+        rivals."""
+        return (*self.spec.drafters, *self.rivals)
+
+    @property
     def families(self) -> tuple[Family, ...]:
-        """Of its candidates, each once."""
+        """Of the candidates that it trains, each once."""
         return tuple(dict.fromkeys(candidate.drafter.family for candidate in self.candidates))
 
     @property

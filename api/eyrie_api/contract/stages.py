@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec
+from eyrie_api.contract.benchmark import BenchmarkSpec, BroughtDrafter, RivalSpec
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSpec, SourceMix
 from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
@@ -36,7 +36,9 @@ from eyrie_api.contract.tuning import DrafterUse, TuneSpec
 StageName = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove", "hardware"]
 STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune", "prove", "hardware")
 JOB_STAGES: tuple[StageName, ...] = STAGES[:-1]
-"""Those of every job; `hardware` is one of jobs with `prove.hardware`."""
+"""Those of a job that trains; `hardware` is one of jobs with `prove.hardware`."""
+TRAINING_STAGES: tuple[StageName, ...] = STAGES[:3]
+"""Those of jobs that train; a job with `drafters` begins after them."""
 
 
 class RegenerateStage(Frozen):
@@ -139,6 +141,10 @@ class BenchmarkStage(Frozen):
     rival: RivalSpec | None = None
     """The source of a drafter that was not trained here: the stage copies it to `drafter_dir`, part of its output."""
 
+    brought: BroughtDrafter | None = Field(None, exclude_if=lambda brought: brought is None)
+    """The same of a candidate that was trained elsewhere. Left out where there is none: the digests of other specs are
+    as before."""
+
     held_out_file: str | None = None
     """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
 
@@ -146,6 +152,16 @@ class BenchmarkStage(Frozen):
     """Also time `transformers` generate, once per job. Only in the embedded engine."""
 
     engine: EngineSpec = EngineSpec()
+
+    @property
+    def source(self) -> RivalSpec | None:
+        """Where the drafter comes from; None: training of this job."""
+        return self.brought or self.rival
+
+    @property
+    def source_field(self) -> str:
+        """The field of the job that names the source."""
+        return "rivals" if self.brought is None else "drafters"
 
 
 class RivalDrafter(Frozen):

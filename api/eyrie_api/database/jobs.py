@@ -290,10 +290,14 @@ class Jobs:
             if row.phase == "Succeeded" and not again:
                 raise Conflict(f"job {job_id} has succeeded",
                                "name the stage to run again from (eyrie retry JOB --from STAGE), or submit a new job")
-            if "train" in again:
+            spec = JobSpec.model_validate(row.spec)
+            if from_stage is not None and from_stage not in spec.stages:
+                raise Conflict(f"job {job_id} has no stage {from_stage}", f"its stages are {', '.join(spec.stages)}")
+            # Where its own drafters are: those that were trained elsewhere are copied by benchmark.
+            if ("train" if spec.trains else "benchmark") in again:
                 self._require_unserved(session, job_id)
             demand = Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
-            check_job(session, row.project, JobSpec.model_validate(row.spec), demand)
+            check_job(session, row.project, spec, demand)
             row.attempt += 1
             row.cancel_requested = row.ended = False
             row.phase = "Pending"

@@ -80,9 +80,17 @@ def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
 
 
 def select_for_proof(reports: Sequence[BenchmarkReport], *, rivals: bool) -> BenchmarkReport:
-    """The report of the checkpoint to tune and prove: the best of the job's own, or with `rivals` the best drafter of
-    all. N-gram look-up is not selected: tuning compares it whichever drafter is."""
-    return select_best([report for report in reports if not report.rival or (rivals and _is_drafter(report))])
+    """The report of the checkpoint to tune and prove: the best candidate, or with `rivals` the best drafter of all.
+    N-gram look-up is not selected: tuning compares it whichever drafter is. Raises InvalidInput where none could be
+    measured."""
+    refused = [report for report in reports if report.dropped is not None and not report.rival]
+    measured = [report for report in reports if report.dropped is None and (
+        not report.rival or (rivals and _is_drafter(report)))]
+    if refused and not measured:
+        raise InvalidInput("; ".join(f"{report.checkpoint} could not be measured: {report.dropped}"
+                                     for report in refused),
+                           "give a drafter of this target, in a form that Eyrie reads (docs/drafters.md)")
+    return select_best(measured)
 
 
 def best_rival(reports: Sequence[BenchmarkReport], besides: str) -> BenchmarkReport | None:

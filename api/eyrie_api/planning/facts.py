@@ -196,15 +196,16 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
     if "suites" in benchmark.model_fields_set:  # else still open: `resolve` chooses suites for the data
         benchmark = benchmark.model_copy(update={"suites": tuple(
             suite.model_copy(update={"path": _absolute(suite.path)}) for suite in benchmark.suites)})
-    rivals = tuple(rival if rival.path is None else rival.model_copy(update={"path": _absolute(rival.path)})
-                   for rival in spec.rivals)
+    rivals, drafters = (tuple(
+        drafter if drafter.path is None else drafter.model_copy(update={"path": _absolute(drafter.path)})
+        for drafter in named) for named in (spec.rivals, spec.drafters))
     head = spec.drafter.init_from
     axes = tuple(axis.model_copy(update={"values": tuple(
         _absolute(value) if isinstance(value, str) else value for value in axis.values)})
         if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
     return spec.model_copy(update={
         "target": spec.target.model_copy(update={"model": _absolute(spec.target.model)}),
-        "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals,
+        "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals, "drafters": drafters,
         "promotion": _with_absolute_traffic(spec.promotion),
         "drafter": spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)}),
         "sweep": spec.sweep.model_copy(update={"axes": axes}), "benchmark": benchmark})

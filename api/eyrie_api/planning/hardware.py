@@ -232,7 +232,7 @@ def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:
     else:
         stages["capture"] = used  # a target larger than one GPU is captured by servers of SGLang
     for stage, (num_gpus, why, is_server) in stages.items():
-        if job.gpus[stage].num_gpus != 0:
+        if stage in spec.stages and job.gpus[stage].num_gpus != 0:
             yield stage, _Holder(why, num_gpus, job.gpus[stage].gpu_type, is_server)
     placed = job.serving_gpus
     if serves and placed.num_gpus != 0 and spec.promotion.mode != "never":

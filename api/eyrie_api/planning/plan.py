@@ -7,10 +7,10 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Mapping
-from typing import get_args
+from collections.abc import Callable, Mapping
 
 from eyrie_api.artifacts.store_prices import StorePrices
+from eyrie_api.contract.benchmark import RivalSpec
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
 from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
@@ -46,7 +46,6 @@ from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import duration, size
 
-STAGES: tuple[StageKey, ...] = get_args(StageKey)
 _LITTLE_OF_THE_UNION = 0.5
 """Share of the captured rows below which a draw for `data.mix` is warned of."""
 
@@ -64,12 +63,13 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     store             where the job's stages exchange files; None: on this machine, or on a volume
     """
     work = PlannedWork(job, target_facts, data_facts or DataFacts())
-    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in STAGES}
-    used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected") for stage in STAGES}
+    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in work.stages}
+    used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected")
+                              for stage in work.stages}
     stages = _stages(work, used, counts, "expected")
     if rates is None and any(counts.values()):
-        slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in STAGES}, counts,
-                              speed) for speed in ("low", "high"))
+        slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in work.stages},
+                              counts, speed) for speed in ("low", "high"))
         stages = tuple(_on_gpus(work, plan, counts[plan.stage], gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
                        for plan, least, most in zip(stages, fast, slow, strict=True))
@@ -82,7 +82,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work))
-    labels = {job.gpus[stage].gpu_type for stage in STAGES if counts[stage]}
+    labels = {job.gpus[stage].gpu_type for stage in work.stages if counts[stage]}
     if rates is None and (unknown := sorted(label or "none" for label in labels if known_gpu(label) is None)):
         warnings.append(f"hours are those of an {ASSUMED.name}: the job's type of GPU ({', '.join(unknown)}) has no "
                         "figures here; name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS")
@@ -113,9 +113,13 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
                "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
                f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs)",
                *map(_description, job.families),
-               *(f"{rival.checkpoint}: benchmarked like a checkpoint, from {rival.path or 'the text itself'}"
-                 for rival in job.rivals)),
+               *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from {_source(drafter)}"
+                 for drafter in job.brought)),
         fits_disk=fits, candidate_rows=work.candidate_rows)
+
+
+def _source(drafter: RivalSpec) -> str:
+    return drafter.path or ("the target's MTP layers" if drafter.method == "nextn" else "the text itself")
 
 
 def _description(family: str) -> str:
@@ -132,7 +136,7 @@ def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, 
     plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
              "tune": plan_tune, "prove": plan_prove}
     started, stages = starts(work, counts), []
-    for stage in STAGES:
+    for stage in work.stages:
         plan = plans[stage](work, rates[stage])
         start_s = started.get(stage, 0) * start_seconds(work, stage, speed)
         stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
@@ -227,6 +231,8 @@ def _present(work: PlannedWork) -> Present | None:
 
 def _warnings(work: PlannedWork) -> tuple[str, ...]:
     warnings, job = [], work.job
+    if not work.spec.trains:
+        return ()
     if work.data.prompt_tokens is None:
         warnings.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
     capture = work.spec.capture
@@ -275,16 +281,20 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
     def say(name: str, value: float, unit: str, source: str) -> Assumption:
         return Assumption(name=name, value=float(value), unit=unit, source=source)
 
+    of_target = (
+        say("hidden size", target.hidden_size, "values", target.source),
+        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        say("target weights", round(weights, 2), unit,
+            "the checkpoint's files, which SGLang loads quantised" if target.quantised_bytes is not None else
+            f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
+    if not job.spec.trains:
+        return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))
     return (
         say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
         say("prompt length", work.prompt, "tokens", data.source),
         say("answer length", work.answer, "tokens",
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
-        say("hidden size", target.hidden_size, "values", target.source),
-        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", round(weights, 2), unit,
-            "the checkpoint's files, which SGLang loads quantised" if target.quantised_bytes is not None else
-            f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"),
+        *of_target,
         say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
             f"estimated for candidate {job.candidates[0].name}"),
         say("states of every token", work.num_aux, "layers",
@@ -340,14 +350,15 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
 
 def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
-    named = (("prefill rate", "capture", used["capture"].prefill),
-             ("decode rate, many requests", "regenerate", used["regenerate"].decode),
-             ("decode rate, one request", "prove", used["prove"].single),
-             ("training rate", "train", used["train"].train))
-    rates = [Assumption(name=name, value=round(value, 1), unit="GFLOP/s", source=used[stage].source)
-             for name, stage, value in named]
-    store = used["capture"].store_bytes_per_s
-    if counts["capture"] and store is not None:
+    named: list[tuple[str, str, Callable[[Rates], float]]] = [
+        ("prefill rate", "capture", lambda rates: rates.prefill),
+        ("decode rate, many requests", "regenerate", lambda rates: rates.decode),
+        ("decode rate, one request", "prove", lambda rates: rates.single),
+        ("training rate", "train", lambda rates: rates.train)]
+    rates = [Assumption(name=name, value=round(rate(used[stage]), 1), unit="GFLOP/s", source=used[stage].source)
+             for name, stage, rate in named if stage in used]
+    store = used["capture"].store_bytes_per_s if "capture" in used else None
+    if counts.get("capture") and store is not None:
         rates.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
                                 source="an assumption (0.3 to 3): a pod and an object store or shared file system"))
     return tuple(rates)

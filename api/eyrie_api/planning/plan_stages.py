@@ -65,7 +65,7 @@ def starts(work: PlannedWork, num_gpus: Mapping[str, int]) -> dict[StageKey, int
     numbers: dict[StageKey, int] = {
         "regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),
         "benchmark": benchmark, "tune": tune, "prove": prove}
-    return {stage: number for stage, number in numbers.items() if number and num_gpus[stage]}
+    return {stage: number for stage, number in numbers.items() if number and num_gpus.get(stage)}
 
 
 def plan_regenerate(work: PlannedWork, rates: Rates) -> StagePlan:
@@ -127,8 +127,8 @@ def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:
 
 
 def _checkpoints(job: ResolvedJob) -> int:
-    """Rivals are benchmarked like checkpoints; no drafter is the baseline of each."""
-    return sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.rivals)
+    """Drafters and rivals are benchmarked like checkpoints; no drafter is the baseline of each."""
+    return sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.brought)
 
 
 def _suite_tokens(spec: JobSpec) -> int:
@@ -260,7 +260,9 @@ def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageT
 
 
 def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTransfer]:
-    """What each stage writes to the object store and reads of it."""
+    """What each stage that trains, or reads what was trained, writes to the object store and reads of it."""
+    if not work.spec.trains:
+        return {}  # the sizes of drafters from elsewhere are not known
     spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
     per_token = work.state_bytes + ID_AND_MASK_BYTES
     states = work.captured * ID_AND_MASK_BYTES if work.streamed else work.store_bytes

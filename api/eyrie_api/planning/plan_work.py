@@ -20,9 +20,11 @@ Legend: A aux layers, H hidden.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.contract.families import FAMILIES, DecoderSizes, DrafterSizes
+from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.row_draw import expected_union, quotas, shares
@@ -179,6 +181,11 @@ class PlannedWork:
         rows = min(data.states_present, self.rows) if in_format else 0
         self.states_share = rows / max(1, self.rows)
         """Of the states, those that an earlier job has."""
+
+    @property
+    def stages(self) -> tuple[StageKey, ...]:
+        """Of the job, without profiles of `prove.hardware`, each of which is planned by itself."""
+        return tuple(stage for stage in get_args(StageKey) if stage in self.spec.stages)
 
     @property
     def state_bytes(self) -> int:

@@ -146,7 +146,7 @@ class Submission:
     def is_computed_here(self) -> bool:
         """Whether a stage computes the target with Eyrie's own engine, or through transformers, from its weights."""
         spec = self.job.spec
-        return "embedded" in (spec.engine.kind, spec.regenerate.engine) or self.source != "sglang"
+        return "embedded" in (spec.engine.kind, spec.regenerate.engine) or (spec.trains and self.source != "sglang")
 
     def layer_choices(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every set of layers that is fused, and the field that names it."""
@@ -370,7 +370,7 @@ def blocks_are_drafted_whole(submission: Submission) -> None:
 
 
 def drafters_of_the_target(submission: Submission) -> None:
-    """Rivals, and drafters that training continues from, are of this target."""
+    """Drafters, rivals, and drafters that training continues from, are of this target."""
     stored = None if submission.settings.artifacts.url is None else submission.settings.home.absolute() / "jobs"
     check_published_drafters(submission.job, submission.facts, stored)
 
@@ -461,7 +461,7 @@ def target_is_computed(submission: Submission) -> None:
 def states_are_captured(submission: Submission) -> None:
     """The source of hidden states can record what the candidates read."""
     spec, facts = submission.job.spec, submission.facts
-    if facts.sizes is None:
+    if facts.sizes is None or not spec.trains:
         return
     source = submission.source
     if source == "sglang":

@@ -1,4 +1,5 @@
-"""Checks of drafters that a job names (`rivals`, `drafter.init_from`), from config.json and the headers of weights.
+"""Checks of drafters that a job names (`drafters`, `rivals`, `drafter.init_from`), from config.json and the headers of
+weights.
 
 The rules are those of the stage that reads the drafter (`planning.drafter_forms`), which adds what values of tensors,
 digests and cards decide. A Hub id that is not in the cache, and a job whose target is not here, are left to that stage.
@@ -54,7 +55,7 @@ def with_drafters_of_jobs(spec: JobSpec, job_of: Callable[[str], Job], home: Pat
             raise InvalidInput(f"drafter.init_from {named!r}: there is no such job, or not in your project",
                                "list the jobs you may read") from None
         best = job.status.best
-        if best is None or best.rival or best.tree is None:
+        if best is None or best.rival or best.tree is None or not job.spec.trains:
             what = "has measured no checkpoint" if best is None else f"has not trained its best, {best.checkpoint!r}"
             raise InvalidInput(f"drafter.init_from {named!r}: the job {what}",
                                "name a job that has trained and measured a drafter, or a drafter's directory")
@@ -76,7 +77,7 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
     Raises InvalidInput, with field and path, for a drafter that is missing, whose form no family reads, that breaks a
     rule of its family, is of another target, or is not what the job trains; UnsupportedTarget for MTP layers that
     SGLang does not draft with."""
-    if facts.target is not None and any(rival.method == "nextn" for rival in job.rivals):
+    if facts.target is not None and any(drafter.method == "nextn" for drafter in job.brought):
         require_mtp_architecture(facts.config)
 
     def checked(drafter: str, path: str, revision: str | None, *, computed_here: bool) -> Form | None:
@@ -94,10 +95,11 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
             raise InvalidInput(f"{drafter}: {fault.message}", fault.hint) from None
         return form
 
-    for rival in job.rivals:
-        if rival.path is not None:
-            checked(f"rivals: {rival.path!r}", rival.path, rival.revision,
-                    computed_here=job.spec.engine.kind == "embedded")
+    for field, named in (("drafters", job.spec.drafters), ("rivals", job.rivals)):
+        for drafter in named:
+            if drafter.path is not None:
+                checked(f"{field}: {drafter.path!r}", drafter.path, drafter.revision,
+                        computed_here=job.spec.engine.kind == "embedded")
     heads: dict[PublishedDrafter, Form | None] = {}
     for spec in (candidate.drafter for candidate in job.candidates):
         if spec.head is None:

@@ -44,7 +44,8 @@ _STAGES: tuple[StageKey, ...] = get_args(StageKey)
 
 def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
     """The job with every default filled in, without a plan. Raises InvalidInput for a placement that does not merge
-    with the cluster profile, held-out suites without held-out prompts, and as `expand`."""
+    with the cluster profile, held-out suites without held-out prompts, a job without data that names no suites, and as
+    `expand`."""
     profile = facts.profile
     gpus, serving = _requested_gpus(spec), serving_gpus(profile, spec.serve)
     if profile is not None:
@@ -117,8 +118,8 @@ def _gpus_at_once(job: ResolvedJob, profile: ClusterProfile) -> int:
     measured = () if spec.prove.hardware is None else spec.prove.hardware.profiles
     first, *others = [resolve_hardware_placement(profile, spec.placement, pool).num_gpus for pool in measured] or [0]
     gpus["train"] *= spec.placement.train_nodes * (1 if job.trains_together else len(job.candidates))
-    gpus["benchmark"] *= sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.rivals)
-    return max(first, sum(others), *gpus.values())
+    gpus["benchmark"] *= sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.brought)
+    return max(first, sum(others), *(num_gpus for stage, num_gpus in gpus.items() if stage in spec.stages))
 
 
 def replicas_of(serve: ServeSpec, profile: ClusterProfile | None) -> int:
@@ -139,7 +140,7 @@ def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
         return spec
     if has_sglang and "kind" not in spec.engine.model_fields_set and spec.target.dtype != "float32":
         spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
-    if "max_conversations" not in spec.data.model_fields_set:
+    if spec.trains and "max_conversations" not in spec.data.model_fields_set:
         spec = spec.model_copy(update={
             "data": spec.data.model_copy(update={"max_conversations": GPU_CONVERSATIONS})})
     return spec
@@ -151,7 +152,7 @@ def _with_engine_defaults(spec: JobSpec, device: Device) -> JobSpec:
     if spec.engine.kind != "sglang":
         return spec
     if device != "cpu":
-        if BLOCKS not in (spec.sweep.families or (spec.drafter.family,)) or "tree" in spec.benchmark.model_fields_set:
+        if BLOCKS not in spec.trained_families or "tree" in spec.benchmark.model_fields_set:
             return spec
         tree = block_chain(spec.drafter, spec.train)
         return spec.model_copy(update={"benchmark": spec.benchmark.model_copy(update={"tree": tree})})
@@ -175,6 +176,11 @@ def _with_suites(spec: JobSpec, known_rows: int | None) -> JobSpec:
     target has some of them. Any other target is measured on its own data.
     """
     data, suites = spec.data, spec.benchmark.suites
+    if not spec.trains:
+        if "suites" not in spec.benchmark.model_fields_set and spec.target.model not in (QUICKSTART, *TRAINED_HERE):
+            raise InvalidInput("benchmark.suites is omitted, and a job with drafters has no data to hold prompts out "
+                               "of", "name suites: a file of `messages` or `prompt` rows, or a Hub data set")
+        return spec
     shipped = [source.path == QUICKSTART for source in data.sources]
     if "suites" not in spec.benchmark.model_fields_set and not (
             all(shipped) or (any(shipped) and spec.target.model == QUICKSTART)):

@@ -229,8 +229,8 @@ def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, .
     tensors = tuple(name for name in names if _BY_NAME.match(name) or (
         isinstance(num_layers, int) and (layer := _BY_NUMBER.match(name)) and int(layer[1]) >= num_layers))
     if not tensors:
-        raise UnsupportedTarget("rivals: nextn: the target's checkpoint has no MTP layers",
-                                "leave the rival out, or use a checkpoint that was published with its MTP layers")
+        raise UnsupportedTarget("nextn: the target's checkpoint has no MTP layers",
+                                "leave nextn out, or use a checkpoint that was published with its MTP layers")
     return tensors
 
 
@@ -240,5 +240,5 @@ def require_mtp_architecture(config: Mapping[str, Any]) -> None:
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name not in MTP_ARCHITECTURES:
         raise UnsupportedTarget(
-            f"rivals: nextn: SGLang does not draft with MTP layers of {name}",
-            f"leave the rival out; targets with MTP layers are {', '.join(MTP_ARCHITECTURES)}")
+            f"nextn: SGLang does not draft with MTP layers of {name}",
+            f"leave nextn out; targets with MTP layers are {', '.join(MTP_ARCHITECTURES)}")

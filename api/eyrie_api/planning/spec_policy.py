@@ -95,9 +95,10 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield f"data.sources[{number}].path", source.path
     for number, suite in enumerate(spec.benchmark.suites):
         yield f"benchmark.suites[{number}].path", suite.path
-    for number, rival in enumerate(spec.rivals):
-        if rival.path is not None:
-            yield f"rivals[{number}].path", rival.path
+    for field, named in (("drafters", spec.drafters), ("rivals", spec.rivals)):
+        for number, drafter in enumerate(named):
+            if drafter.path is not None:
+                yield f"{field}[{number}].path", drafter.path
     if spec.drafter.init_from is not None:
         yield "drafter.init_from", spec.drafter.init_from
     for axis in spec.sweep.axes:

@@ -105,8 +105,7 @@ def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embed
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
         job = watch(client, created.id, screen)
         verdict(job)
-        serve = EndpointServeSpec(**dict(job.spec.serve), engine=job.spec.engine)
-        endpoint = wait_serving(client, job, serve.healthy_within_s + _SERVING_S)
+        endpoint = wait_serving(client, job)
         figures = figures_of_job(client, job.id)
         write_figures(figures, home / "plots", "svg", "light")
         plots = write_figures(figures, home / "plots", "png", "light")
@@ -150,10 +149,11 @@ def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
         screen.show({"stopped": True}, f"The demo is stopped; its report is in {home}.")
 
 
-def wait_serving(client: Client, job: Job, timeout_s: float) -> Endpoint | None:
-    """Wait until the endpoint responds; None when the job promoted nothing."""
+def wait_serving(client: Client, job: Job) -> Endpoint | None:
+    """Wait until the endpoint responds; None when the job promoted nothing. Raises DemoFailed."""
     if job.status.endpoint is None:
         return None
+    timeout_s = EndpointServeSpec(**dict(job.spec.serve), engine=job.spec.engine).healthy_within_s + _SERVING_S
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         endpoint = client.endpoint(job.status.endpoint)

@@ -1,8 +1,8 @@
-"""Commands that work on files: `eyrie check-drafter`, `eyrie publish`, `eyrie data push`.
+"""Commands that work on files: `eyrie certify --check-only`, `eyrie publish`, `eyrie data push`.
 
-check-drafter: whether SGLang and vLLM can serve a drafter directory as it was trained. The check needs tensors, so it
-runs in a child process with torch, `python -m eyrie_workers.drafters.check`. Its output is one JSON document, rendered
-here: errors first, each with its hint.
+certify --check-only: whether SGLang and vLLM can serve a drafter directory as it was trained. The check needs tensors,
+so it runs in a child process with torch, `python -m eyrie_workers.drafters.check`. Its output is one JSON document,
+rendered here: errors first, each with its hint.
 
 publish: a job's drafter with its card and its measured results, in a directory or a repository of the Hub. The files
 come through the REST API, so the command runs wherever the server can be reached, and every file is compared with its
@@ -52,6 +52,17 @@ class CheckFailed(Permanent):
     """The check program ended without a result."""
 
     reason = "CheckFailed"
+
+
+def check(directories: Sequence[str], target: str | None, context: int | None, screen: Screen, *, fast: bool) -> bool:
+    """Check each directory and show the findings; returns whether all are servable. Raises as `run_check`."""
+    if not directories:
+        raise InvalidInput("no drafter was given", "give the directory of an exported drafter")
+    options = [*(["--target", target] if target else []), *(["--fast"] if fast else []),
+               *(["--context", str(context)] if context else [])]
+    documents = [run_check([directory, *options]) for directory in directories]
+    screen.show(documents, Group(*map(verdict, documents)))
+    return not any(map(is_defective, documents))
 
 
 def run_check(arguments: Sequence[str]) -> dict[str, Any]:
@@ -153,6 +164,8 @@ def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> s
     report = client.report(job_id)
     name = checkpoint_to_publish(report, checkpoint)
     files = [file for file in client.artifacts(job_id, "train") if file.path.startswith(f"checkpoints/{name}/")]
+    if not files and not client.job(job_id).spec.trains:
+        raise NotFound(f"{name} was not trained by job {job_id}", "publish it from where it was trained")
     if not files:
         raise NotFound(f"the files of {name} are not among the job's artifacts",
                        "`eyrie storage` may have removed them: train again")

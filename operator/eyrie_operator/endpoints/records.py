@@ -141,7 +141,8 @@ def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: s
     """
     winner = next((candidate for candidate in promoted.candidates
                    if checkpoint.startswith(f"{candidate.name}-step-")), None)
-    spec, changes = promoted.spec, dict[str, Any]()
+    # Drafters that were trained elsewhere are not trained again: the default one is, on what is served.
+    spec, changes = promoted.spec, dict[str, Any](drafters=())
     if winner is not None:
         spec, changes["sweep"] = winner.in_job(spec), SweepSpec()
         if head is not None and FAMILIES[spec.drafter.family].continues:

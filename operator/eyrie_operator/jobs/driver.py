@@ -331,7 +331,8 @@ class Driver:
         hardware = None if job.spec.prove.hardware is None else hardware_of(job.spec.prove.hardware, [
             manifest.report for manifest in manifests if isinstance(manifest.report, HardwareMeasurement)])
         content = reports.build_report(job.id, manifests, status.conditions, total_s,
-                                       outcome.decision if outcome else None, endpoint, hardware)
+                                       outcome.decision if outcome else None, endpoint, hardware,
+                                       stages=job.spec.stages)
         write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
         self._runner.persist(job.id, REPORT_FILE)
 

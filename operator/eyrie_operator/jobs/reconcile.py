@@ -21,7 +21,7 @@ from typing import Literal
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.records import Failure, ProgressRecord, WaitingPod
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
-from eyrie_api.contract.stages import STAGES, Manifest, StageName
+from eyrie_api.contract.stages import Manifest, StageName
 from eyrie_api.contract.status import ConditionType, JobStatus, Progress, StageState, StageStatus
 from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
@@ -149,7 +149,7 @@ def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> ActionPlan:
         conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
         return _plan(seen, observe(conditions, "Cancelled", "True", "Requested",
                                    "cancelled; no process of it is running", now), now)
-    return _drive(spec, seen, _observe_stages(seen, conditions, now), now)
+    return _drive(spec, seen, _observe_stages(spec, seen, conditions, now), now)
 
 
 def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> ActionPlan:
@@ -252,10 +252,10 @@ def _condition_of(stage: StageName) -> ConditionType:
     return kind  # type: ignore[return-value]  # mypy does not narrow a str by membership
 
 
-def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) -> Conditions:
+def _observe_stages(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Conditions:
     """One condition per stage: True when every member has a manifest and no further member can appear."""
     complete = True
-    for stage in STAGES:
+    for stage in spec.stages:
         members = [member for member in seen.stages if member.stage == stage]
         done = [member for member in members if member.manifest is not None]
         # The members of a stage are known only when the stage before it is complete, hence `complete` carries over.

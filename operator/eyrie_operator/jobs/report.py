@@ -23,22 +23,25 @@ from eyrie_api.contract.reports import (
     RegenerateReport,
     TuneReport,
 )
-from eyrie_api.contract.stages import JOB_STAGES, Manifest
+from eyrie_api.contract.stages import Manifest, StageName
 from eyrie_api.contract.status import Condition, Endpoint
 from eyrie_operator.conditions import find
 
 
 def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condition], total_s: float,
                  decision: PromotionDecision | None, endpoint: Endpoint | None,
-                 hardware: HardwareReport | None = None) -> dict[str, JsonValue]:
-    """The report of a job from its stages' manifests, conditions, decision and endpoint. `total_s` counts from
-    submission."""
+                 hardware: HardwareReport | None = None, *, stages: Sequence[StageName]) -> dict[str, JsonValue]:
+    """The report of a job from its stages' manifests, conditions, decision and endpoint.
+
+    total_s   since its submission
+    stages    that the job has
+    """
     stage_reports = [manifest.report for manifest in manifests]
     benchmarks = [report for report in stage_reports if isinstance(report, BenchmarkReport)]
     tuned = next((report for report in stage_reports if isinstance(report, TuneReport)), None)
     proof = next((report for report in stage_reports if isinstance(report, ProveReport)), None)
     # Wall time of the programs by stage, all candidates and checkpoints together.
-    spent: dict[str, float] = dict.fromkeys(JOB_STAGES, 0.0)
+    spent: dict[str, float] = dict.fromkeys(stages, 0.0)
     for manifest in manifests:
         took = datetime.fromisoformat(manifest.finished_at) - datetime.fromisoformat(manifest.started_at)
         spent[manifest.stage] = spent.get(manifest.stage, 0.0) + took.total_seconds()

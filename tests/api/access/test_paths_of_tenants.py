@@ -98,6 +98,7 @@ def test_a_directory_of_a_model_whose_files_are_links_is_refused(harness: Harnes
     (drafter / "config.json").symlink_to(rows_of_north(harness).parent / "config.json")
     refused(harness, "drafter.init_from", NOT_YOURS, drafter={"init_from": str(drafter)})
     refused(harness, "rivals[0].path", NOT_YOURS, rivals=[str(drafter)])
+    refused(harness, "drafters[0].path", NOT_YOURS, drafters=[str(drafter)], data={})
     refused(harness, "target.model", NOT_YOURS, target={"model": str(drafter)})
     refused(harness, "sweep.axes: drafter.init_from", NOT_YOURS, sweep={"axes": [
         {"field": "drafter.init_from", "values": ["org/head", str(drafter)]}]})
@@ -116,6 +117,8 @@ def test_a_revision_is_a_name_and_no_path(harness: Harness, tmp_path: Path, monk
     for revision in (str(elsewhere), str(tmp_path / "ref"), "../../../ref", "a/../../b", "~", "-x", "a\tb"):
         refused(harness, "revision", "no branch, tag or commit", target={"model": "org/name", "revision": revision})
         refused(harness, "revision", "no branch, tag or commit", rivals=[{"path": "org/name", "revision": revision}])
+        refused(harness, "revision", "no branch, tag or commit", data={},
+                drafters=[{"path": "org/name", "revision": revision}])
 
 
 def test_weights_outside_of_a_targets_directory_are_not_read(harness: Harness, tmp_path: Path) -> None:

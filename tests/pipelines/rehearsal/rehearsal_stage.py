@@ -144,7 +144,8 @@ def report_of(spec: StageSpec) -> StageReport:
     if isinstance(spec, BenchmarkStage):
         # The later checkpoint is the better one, so that selection has something to choose.
         report = benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
-        return report if spec.rival is None else report.model_copy(update={"rival": True, "family": "eagle3"})
+        return report if spec.source is None else report.model_copy(update={
+            "rival": spec.brought is None, "family": "eagle3"})
     if isinstance(spec, ProveStage):
         return prove_report(spec)
     if isinstance(spec, HardwareStage):

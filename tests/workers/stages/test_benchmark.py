@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.contract.benchmark import RivalSpec
+from eyrie_api.contract.benchmark import BroughtDrafter, RivalSpec
 from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.reports import BenchmarkReport
 from eyrie_api.contract.stages import BenchmarkStage
@@ -127,6 +127,28 @@ def test_a_rival_of_another_target_is_dropped_with_the_reason_and_the_stage_succ
     assert report.dropped is not None
     assert "states of 48, the target's are 32" in report.dropped
     assert "RivalDropped" in (directory / "events.jsonl").read_text()
+
+
+def test_a_drafter_from_elsewhere_is_a_candidate_and_one_of_another_target_is_dropped_with_the_reason(
+        tmp_path: Path) -> None:
+    ours = stage_specs(tmp_path, max_new_tokens=6)[0]
+    wide = random_drafter(tmp_path / "wide", tiny_target(tmp_path / "other", hidden_size=48), layers=(1, 2))
+    reports = []
+    for name, path in (("mine", random_drafter(tmp_path / "head", Path(ours.target.model), layers=(1, 2))),
+                       ("theirs", wide)):
+        (tmp_path / name).mkdir()
+        directory = prepare(tmp_path / name, ours.model_copy(update={
+            "drafter_dir": str(tmp_path / name / "stage" / "drafter"), "brought": BroughtDrafter(path=str(path)),
+            "checkpoint": name, "candidate": name}))
+        assert run_here(directory) == 0
+        reports.append(read_manifest(directory).report)
+    mine, theirs = reports
+    assert isinstance(mine, BenchmarkReport)
+    assert isinstance(theirs, BenchmarkReport)
+    assert (mine.rival, mine.family, mine.dropped, mine.lossless) == (False, "eagle3", None, True)
+    assert (theirs.rival, theirs.cells) == (False, ())
+    assert "states of 48, the target's are 32" in (theirs.dropped or "")
+    assert "DrafterDropped" in (tmp_path / "theirs" / "stage" / "events.jsonl").read_text()
 
 
 def test_a_rival_that_the_engine_does_not_run_is_dropped_with_the_reason(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
+from eyrie_api.contract.benchmark import BenchmarkSpec, BroughtDrafter, RivalSpec, SuiteSpec
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
@@ -129,7 +129,9 @@ def test_directories_of_models_are_judged_before_any_work(tmp_path: Path, target
         TrainStage(**fields, candidate="c", drafter=DrafterSpec(init_from=str(linked)), train=TrainSpec(),
                    store_dir=str(tmp_path)),
         BenchmarkStage(**fields, checkpoint="c", candidate="c", benchmark=BenchmarkSpec(), drafter_dir=str(tmp_path),
-                       rival=RivalSpec(path=str(linked)))]
+                       rival=RivalSpec(path=str(linked))),
+        BenchmarkStage(**fields, checkpoint="c", candidate="c", benchmark=BenchmarkSpec(), drafter_dir=str(tmp_path),
+                       brought=BroughtDrafter(path=str(linked)))]
     for stage in stages:
         verify_inputs(stage.model_copy(update={"rows_dir": None, "drafter_dir": None}))
     (linked / "config.json").unlink()

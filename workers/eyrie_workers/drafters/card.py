@@ -172,7 +172,7 @@ def readme(card: Card) -> str:
         "---", "", f"# {_title(card.family)} drafter for {target.name}", "",
         f"Drafts for `{target.name}`{where} ({layers}) and for no other model: with another "
         "revision or tokenizer the weights load without an error and all drafts are rejected. Check the pair with "
-        "`eyrie check-drafter <this directory> --target <the model>`.", "",
+        "`eyrie certify --check-only <this directory> --target <the model>`.", "",
         "| | |", "|---|---|", f"| target digest | `{target.digest}` |",
     ]
     if target.tokenizer_digest:

@@ -1,4 +1,4 @@
-"""Validate a drafter directory before it is served: the program of `eyrie check-drafter`.
+"""Validate a drafter directory before it is served: the program of `eyrie certify --check-only`.
 
 The architecture in `config.json` identifies the family, whose validator (`drafters.validation`) returns the
 findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.directory`); for the
@@ -78,7 +78,7 @@ def _errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line in the module docstring. `eyrie check-drafter` runs it and renders its output."""
+    """The command line in the module docstring. `eyrie certify --check-only` runs it and renders its output."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.check")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--target", help="directory, Hub id, or quickstart")

@@ -92,7 +92,7 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
         if not in_speculators:
             raise CheckpointInvalid("fc.weight does not join one state with one embedding: not an EAGLE-1/2 drafter",
                                     "an EAGLE-3 drafter only needs another architecture name; see "
-                                    "`eyrie check-drafter`")
+                                    "`eyrie certify --check-only`")
         faults = [finding for finding in validate(ValidationRequest(config, tensors)) if finding.severity == "error"]
         if faults:
             raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)

@@ -269,7 +269,7 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
                        f"{unexplained} not, of {sum(histogram)}")
     if not same:
         reasons.append(likely_cause or "no known misconfiguration reproduces the served rounds: compare config.json "
-                       "and tensors of the served directory with the trained one (eyrie check-drafter)")
+                       "and tensors of the served directory with the trained one (eyrie certify --check-only)")
     if sum(histogram[1:]) == 0 and sum(reference[1:]) == 0:
         reasons.append("no draft token was accepted in either engine: parity cannot be shown for such a drafter")
     return ParityReport(
@@ -287,7 +287,7 @@ def report_without_answers(kind: EngineKind, tree: DraftTreeShape, num_prompts: 
         tau_interval=Interval(low=1.0, high=1.0), passed=False, reasons=(
             f"the engine with the drafter did not answer: {error}",
             "likely cause when it loaded and exited on its first drafts: d2t holds target ids instead of offsets, so "
-            "draft ids lie outside the vocabulary; run eyrie check-drafter on the served directory"))
+            "draft ids lie outside the vocabulary; run eyrie certify --check-only on the served directory"))
 
 
 def changed_rounds(answer: Evidence) -> int:

@@ -66,32 +66,34 @@ BLOCKS = "blocks.jsonl"
 
 
 def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
-    """Measure one drafter checkpoint against the undrafted engine. A rival that does not fit the target, or that the
-    engine cannot run, is reported as dropped: the job goes on without it."""
-    if spec.rival is None:
+    """Measure one drafter checkpoint against the undrafted engine. A drafter from elsewhere that does not fit the
+    target, or that the engine cannot run, is reported as dropped: the job goes on without it."""
+    source, is_rival = spec.source, spec.brought is None
+    if source is None:
         return _measure(spec, stage)
     try:
-        # A rival's drafter, if it has one, is copied into the output of this stage.
-        family: str = spec.rival.method
-        if spec.rival.method == "nextn":
+        # The drafter, if there is one, is copied into the output of this stage.
+        family: str = source.method
+        if source.method == "nextn":
             copy_mtp_layers(resolve(spec.target), Path(spec.drafter_dir))
-        if spec.rival.path is not None:
+        if source.path is not None:
             try:
-                family = adopt(fetch("rivals: path", spec.rival.path, spec.rival.revision), Path(spec.drafter_dir),
-                               resolve(spec.target)).name
+                family = adopt(fetch(f"{spec.source_field}: path", source.path, source.revision),
+                               Path(spec.drafter_dir), resolve(spec.target)).name
             except InvalidInput as error:
                 raise CheckpointInvalid(error.message, error.hint) from error
         result = _measure(spec, stage)
     except (CheckpointInvalid, UnsupportedTarget, ArtifactMissing, ArtifactCorrupt, EngineFailed,
             Unlaunchable) as error:
-        stage.event("RivalDropped", f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
+        stage.event("RivalDropped" if is_rival else "DrafterDropped",
+                    f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
         return _write_report(BenchmarkReport(
-            checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=True,
+            checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=is_rival,
             dropped=error.message, lossless=False, speedup=0.0, baseline_tokens_per_s=0.0,
             environment=environment(spec.target.dtype), seconds=0.0), stage, [])
     assert isinstance(result.report, BenchmarkReport)
-    adopted = files_of(Path(spec.drafter_dir)) if spec.rival.has_drafter else []
-    return _write_report(result.report.model_copy(update={"rival": True, "family": family}), stage,
+    adopted = files_of(Path(spec.drafter_dir)) if source.has_drafter else []
+    return _write_report(result.report.model_copy(update={"rival": is_rival, "family": family}), stage,
                          [*result.files, *adopted])
 
 
@@ -106,7 +108,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     ledger, block_ledger = open_ledger(Entry, stage, spec, LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = round_robin({
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
-    tree, method = spec.benchmark.tree, "drafter" if spec.rival is None else spec.rival.method
+    tree, method = spec.benchmark.tree, "drafter" if spec.source is None else spec.source.method
     # N-gram look-up continues one text: a chain of the same depth.
     setting = Setting(tree=tree) if method != "ngram" else Setting(method="ngram", tree=DraftTreeShape(
         num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))

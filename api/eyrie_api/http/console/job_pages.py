@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport
-from eyrie_api.contract.stages import JOB_STAGES, STAGES, StageName
+from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.status import Job, JobReport, StageFile
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.results import ResultFilter
@@ -134,7 +134,7 @@ def diff(job_id: str, control: RequestControl, request: Request,
 def pipeline(job: Job) -> list[dict[str, Any]]:
     """The stages in order, each with its boxes (one per candidate or checkpoint) and the state of all of them. Pure."""
     stages = []
-    for stage in STAGES if job.spec.prove.hardware is not None else JOB_STAGES:
+    for stage in job.spec.stages:
         boxes = [status for status in job.status.stages if status.stage == stage]
         states = {box.state for box in boxes}
         state = next((state for state in ("Failed", "Running", "Cancelled") if state in states),

@@ -15,9 +15,9 @@ from the node: at depth d, d - 1 keys too many are visible. triton masks one key
 flashinfer applies it at the first step only, which differs from training.
 
 SGLang reports few errors. The contract is therefore checked completely: export validates what it is about to write,
-loading what it reads, and `eyrie check-drafter` prints the findings. What config.json and the headers of the tensors
-decide is in `eyrie_api.planning.eagle3_rules`, which submission applies too; values, card and digests are checked here.
-All findings are returned at once, each with a hint.
+loading what it reads, and `eyrie certify --check-only` prints the findings. What config.json and the headers of the
+tensors decide is in `eyrie_api.planning.eagle3_rules`, which submission applies too; values, card and digests are
+checked here. All findings are returned at once, each with a hint.
 
     D draft vocabulary, V target vocabulary
 """
