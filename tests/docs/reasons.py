@@ -41,6 +41,11 @@ REASONS = (
            "is missing.",
            "The message names the checks; `eyrie job JOB` shows their figures. Correct what failed, or the field of "
            "`promotion` that asks for it, and submit again."),
+    Reason("DrafterDamaged", "endpoint: `RolledBack`, history",
+           "An engine had to start, and the serving drafter's files are missing or differ from their digests. The "
+           "endpoint serves the target without a drafter.",
+           "Run the stage that made it again (`eyrie retry JOB --from train`), or restore its files; then promote "
+           "again."),
     Reason("EndpointServes", "DrafterJob: `Deleted=False`",
            "The object is to be deleted while an endpoint serves a drafter of its job.",
            "Promote another drafter or `eyrie endpoints rollback ENDPOINT`, or annotate the object with "
