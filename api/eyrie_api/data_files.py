@@ -137,7 +137,7 @@ def begins_array(start: bytes) -> bool:
     return start.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
-def row_lines(file: IO[bytes], max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[bytes]:
+def row_lines(file: io.BufferedIOBase | IO[bytes], max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[bytes]:
     """The lines of a file with a row on each; of one longer than a row may be, its first `max_row_bytes` + 1 bytes.
 
     Raises ValueError, saying where, for as much white space in a row, or a line of `_LONGEST_LINE` rows: a gigabyte of

@@ -28,13 +28,15 @@ from tests.workers.drafters import published_forms
 SMALL = ("benchmark.max_new_tokens=8", "benchmark.warmup_prompts=0", "benchmark.temperatures=[0.0]",
          "benchmark.tree={num_steps: 2, top_k: 1, num_draft_tokens: 3}", "tune.num_steps=[2]", "tune.top_k=[1]",
          "tune.num_draft_tokens=[3]", "tune.concurrencies=[1]", "tune.max_prompts=2", "tune.budget_s=2",
-         "prove.concurrencies=[1]", "prove.requests=4", "prove.max_new_tokens=8", "prove.parity_prompts=2")
+         "prove.concurrencies=[1]", "prove.requests=4", "prove.most_pairs=3",
+         "prove.max_new_tokens=8", "prove.parity_prompts=2")
 LIMIT_S = 560.0
 
 
 def check(name: str, *, passed: bool = False, figure: float | None = None, bound: float | None = None,
-          low: float | None = None) -> PromotionCheck:
-    return PromotionCheck(name=name, passed=passed, figure=figure, bound=bound, words=f"{name} says so",
+          low: float | None = None, undecided: bool = False) -> PromotionCheck:
+    return PromotionCheck(name=name, passed=passed, figure=figure, bound=bound, undecided=undecided,
+                          words=f"{name} says so",
                           interval=None if low is None else Interval(low=low, high=9.0))
 
 
@@ -51,7 +53,7 @@ PASSED = check("identical", passed=True)
     ((PASSED, check("suite:chat", figure=0.9, bound=1.05)), "not-faster"),
     ((PASSED, check("speculation-pays")), "not-faster"),
     ((PASSED, check("ttft:4", figure=2.0, bound=1.5)), "not-faster"),
-    ((PASSED, check("load:1", figure=1.2, bound=1.05, low=0.8)), "undecided"),
+    ((PASSED, check("load:1", figure=1.2, bound=1.05, low=0.8, undecided=True)), "undecided"),
     ((PASSED, check("load:1", figure=1.2, bound=1.05, low=0.8), check("load:4", figure=1.0, bound=1.05, low=0.9)),
      "not-faster"),
     ((PASSED, check("proof")), "undecided"),

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import zlib
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -119,12 +119,16 @@ def usable_rows(rows: list[bytes], source: DataSource, answered: bool) -> tuple[
     return usable, first
 
 
+def _unpacked(packed: io.BufferedReader, suffix: str) -> AbstractContextManager[io.BufferedIOBase, None]:
+    return gzip.open(packed) if suffix == GZIP else nullcontext(packed)
+
+
 def first_rows(packed: io.BufferedReader, suffix: str, most: int = _SAMPLE_ROWS) -> list[bytes]:
     """At most `most` rows of the file's beginning: lines that are not blank, or an array's elements.
 
     Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
     """
-    with gzip.open(packed) if suffix == GZIP else nullcontext(packed) as file:
+    with _unpacked(packed, suffix) as file:
         start = file.read(_SAMPLE_BYTES)
         file.seek(0)
         if begins_array(start):
