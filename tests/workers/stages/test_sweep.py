@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_api.planning.eagle3_rules import num_aux
+from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.hidden_states.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
-from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
+from eyrie_workers.stages.sweep import DecidedRungs, group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import target_digest
 from tests.waiting import wait_for
@@ -106,6 +109,20 @@ def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, targe
     for name in rates:
         assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
         assert rungs_of(tmp_path / name) == {rung: 0.0 if stopped[name] else 1.0}
+
+
+def test_a_rung_that_was_decided_before_an_interruption_is_not_decided_again_from_other_figures(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    rates = {"a": 1e-7, "b": 1e-2}
+    for name, rate in rates.items():
+        write_spec(tmp_path / name, target_dir, store_dir, learning_rate=rate, max_steps=10)
+    directories = [tmp_path / name for name in rates]
+    for directory in directories:  # as if measured otherwise before the kill: the one that is slower now goes on
+        spec = TrainStage.model_validate_json((directory / "spec.json").read_text())
+        write_model(directory / STATE_DIR / "rungs.json", DecidedRungs(
+            spec_digest=digest_model(spec), goes_on={step: {"a": True, "b": False} for step in range(1, 10)}))
+    assert sweep(directories, rungs=(0.5,)) == 0
+    assert {name: report_of(tmp_path / name).stopped_early for name in rates} == {"a": False, "b": True}
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ fails does not stop the others; one that is ahead of the others after an interru
 longest candidate's steps, the half of a family with the lower simulated speed-up on held-out rows stops, with a
 checkpoint. With rungs at a quarter and a half, eight candidates cost the steps of four, and early steps are the cheap
 ones (`train.single_step_ratio`). Families are not halved against one another: they learn at different rates, and the
-benchmark decides between them. A rung is placed at the last scheduled evaluation at or before its share. What each
-candidate reached there is part of its saved state, so an interrupted sweep makes the same decisions when it resumes.
+benchmark decides between them. A rung is placed at the last scheduled evaluation at or before its share. What was
+decided there is stored with every candidate's state before one is stopped, so an interrupted sweep keeps to it.
 
 The simulated speed-up counts no drafting cost and grows with `ttt_length`: train an axis over `ttt_length` to the end
 (`sweep.rungs: []`). `benchmarks.sweep` measures what a sweep costs and saves.
@@ -40,9 +40,12 @@ from typing import Any
 
 import torch
 
+from eyrie_api.artifacts import write_model
+from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.stages import TrainStage
 from eyrie_api.errors import DiskFull, EyrieError, report_error
 from eyrie_workers import stage_program
+from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.stages.rank_program import end_with_launcher, refuse
 from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
@@ -52,6 +55,8 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
+
+_RUNGS = "rungs.json"
 
 
 def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
@@ -73,6 +78,27 @@ def slower_half(speedups: Mapping[str, float]) -> set[str]:
     """The half, rounded down, with the lower speed-up; of equal ones the later. Pure."""
     ranked = sorted(speedups, key=lambda name: -speedups[name])
     return set(ranked[len(ranked) - len(ranked) // 2:])
+
+
+class DecidedRungs(Frozen):
+    """What was decided at the rungs, stored with the state of every candidate."""
+
+    spec_digest: str
+    goes_on: dict[int, dict[str, bool]] = {}
+    """By step, then by name of the candidate's directory."""
+
+    @classmethod
+    def of(cls, run: TrainingRun) -> "DecidedRungs":
+        """Of a run; empty where nothing was decided, or of another spec."""
+        try:
+            stored = cls.model_validate_json((run.stage.out_dir / STATE_DIR / _RUNGS).read_text())
+        except (FileNotFoundError, ValueError):
+            return cls(spec_digest=run.digest)
+        return stored if stored.spec_digest == run.digest else cls(spec_digest=run.digest)
+
+    def write(self, run: TrainingRun) -> None:
+        (run.stage.out_dir / STATE_DIR).mkdir(exist_ok=True)
+        write_model(run.stage.out_dir / STATE_DIR / _RUNGS, self)
 
 
 def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
@@ -118,27 +144,35 @@ class CandidateGroup:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
 
     def _halve(self, step: int) -> None:
-        """Stop the slower half of each family. Runs that this rung stopped before an interruption count as well."""
+        """Stop the slower half of each family. What was decided before an interruption stays: a candidate that was
+        saved before the rung is measured again, and its figure may be another."""
         reached = [run.trainer.counters.step for run in self._active().values()]
         known = {name: (run.family.name, run.speedups[step]) for name, run in self._runs.items()
                  if step in run.speedups}
-        gathered = self._dist.gather((reached, known))
-        if not any(step in steps for steps, _ in gathered):
+        stored = {name: DecidedRungs.of(run) for name, run in self._runs.items()}
+        before = next((rungs.goes_on[step] for rungs in stored.values() if step in rungs.goes_on), None)
+        gathered = self._dist.gather((reached, known, before))
+        if not any(step in steps for steps, _, _ in gathered):
             return  # an interrupted sweep resumed behind this rung, which was decided before
-        everywhere = {name: entry for _, entries in gathered for name, entry in entries.items()}
-        by_family: dict[str, dict[str, float]] = {}
-        for name in self._order:
-            if name in everywhere:
-                family, speedup = everywhere[name]
-                by_family.setdefault(family, {})[name] = speedup
-        for speedups in by_family.values():
-            slower = slower_half(speedups)
-            for name in speedups.keys() & self._active().keys():
-                # Before the run is saved as finished: killed in between, it comes here again.
-                self._runs[name].stage.metric("rung", step, float(name not in slower))  # 1 goes on, 0 ends
-                if name in slower:
-                    self._runs[name].stop_early(
-                        f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
+        decided = next((decided for _, _, decided in gathered if decided is not None), None)
+        if decided is None:
+            everywhere = {name: entry for _, entries, _ in gathered for name, entry in entries.items()}
+            by_family: dict[str, dict[str, float]] = {}
+            for name in self._order:
+                if name in everywhere:
+                    family, speedup = everywhere[name]
+                    by_family.setdefault(family, {})[name] = speedup
+            slower = {name for speedups in by_family.values() for name in slower_half(speedups)}
+            decided = {Path(name).name: name not in slower for name in everywhere}
+        for name, run in self._runs.items():
+            DecidedRungs(spec_digest=run.digest, goes_on={**stored[name].goes_on, step: decided}).write(run)
+        self._dist.gather(None)  # every process has written the decision before any candidate is stopped by it
+        for name, run in self._active().items():
+            goes_on = decided.get(Path(name).name, True)
+            # Before the run is saved as finished: killed in between, it comes here again.
+            run.stage.metric("rung", step, float(goes_on))  # 1 goes on, 0 ends
+            if not goes_on:
+                run.stop_early(f"the other half of {len(decided)} candidates had a higher simulated speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
         """One optimizer step of each run, on one batch and one set of target distributions."""
