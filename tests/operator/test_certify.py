@@ -100,8 +100,10 @@ def test_its_job_serves_nothing_unless_it_promotes_and_keeps_what_the_command_se
     assert [suite.path for suite in shipped.benchmark.suites] == [
         f"quickstart:{name}" for name in ("chat", "math", "code", "tools")]
     assert shipped.tune.budget_s < job.tune.model_copy(update={"budget_s": 600.0}).budget_s
-    with pytest.raises(InvalidInput, match="no conversations were given"):
+    with pytest.raises(InvalidInput, match="no conversations were given, and no drafters"):
         build_job(target="quickstart")
+    with pytest.raises(InvalidInput, match="no drafter was given, and eyrie certify trains none"):
+        certification(build_job(target="quickstart", data=["quickstart"]), promote=False)
 
 
 @pytest.fixture
@@ -146,7 +148,7 @@ def test_a_drafter_of_another_target_and_a_damaged_one_are_refused_with_the_reas
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    ((), "no conversations were given"),
+    ((), "no conversations were given, and no drafters"),
     (("--check-only",), "no drafter was given"),
     (("head", "--fast"), "--fast is given without --check-only"),
     (("head", "--context", "9"), "--context is given without --check-only")])
