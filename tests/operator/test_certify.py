@@ -15,8 +15,10 @@ from rich.console import Console
 from eyrie_api.cli.spec import build_job, certification
 from eyrie_api.cli.verbs import running_plane
 from eyrie_api.contract.model import Interval
+from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.reports import PromotionCheck, PromotionDecision
 from eyrie_api.contract.status import JobReport
+from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.decisions.certification import EXIT_CODES
 from eyrie_api.decisions.certification import certification as certified
 from eyrie_api.errors import InvalidInput
@@ -101,9 +103,14 @@ def test_its_job_serves_nothing_unless_it_promotes_and_keeps_what_the_command_se
     shipped = certification(build_job(target="quickstart", drafters=["org/head"]), promote=False)
     assert [suite.path for suite in shipped.benchmark.suites] == [
         f"quickstart:{name}" for name in ("chat", "math", "code", "tools")]
-    assert shipped.tune.budget_s < job.tune.model_copy(update={"budget_s": 600.0}).budget_s
-    with pytest.raises(InvalidInput, match="no conversations were given"):
+    assert shipped.tune.budget_s < TuneSpec().budget_s
+    assert shipped.prove.requests < ProveSpec().requests
+    large = build_job(target="quickstart", drafters=["org/head"], settings=["prove.requests=99"])
+    assert certification(large, promote=False).prove.requests == 99
+    with pytest.raises(InvalidInput, match="no conversations were given, and no drafters"):
         build_job(target="quickstart")
+    with pytest.raises(InvalidInput, match="no drafter was given, and eyrie certify trains none"):
+        certification(build_job(target="quickstart", data=["quickstart"]), promote=False)
 
 
 @pytest.fixture
@@ -148,7 +155,7 @@ def test_a_drafter_of_another_target_and_a_damaged_one_are_refused_with_the_reas
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    ((), "no conversations were given"),
+    ((), "no conversations were given, and no drafters"),
     (("--check-only",), "no drafter was given"),
     (("head", "--fast"), "--fast is given without --check-only"),
     (("head", "--context", "9"), "--context is given without --check-only")])

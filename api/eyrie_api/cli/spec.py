@@ -63,8 +63,9 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
     if "model" not in (document.get("target") or {}):
         raise InvalidInput("no target was given", "give --target <Hugging Face directory, Hub id, or quickstart>")
     if not (document.get("data") or {}).get("sources") and not document.get("drafters"):
-        raise InvalidInput("no conversations were given",
-                           "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
+        raise InvalidInput("no conversations were given, and no drafters",
+                           "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>; eyrie certify takes "
+                           "drafters that were trained elsewhere")
     return validate(document)
 
 
@@ -76,15 +77,19 @@ def _suite(path: str, number: int) -> dict[str, Any]:
 def certification(job: JobSpec, *, promote: bool) -> JobSpec:
     """The job of `eyrie certify`: nothing is served unless it is promoted, and n-gram look-up, which needs no drafter,
     is not tuned. On the shipped target it is small enough for minutes. Fields that it sets already stay. Raises
-    InvalidInput.
+    InvalidInput, also for a job that trains.
     """
+    if job.trains:
+        raise InvalidInput("no drafter was given, and eyrie certify trains none",
+                           "give directories or Hub ids of drafters, or `drafters` in the file; eyrie train trains one")
     document = {"name": "certify"} | job.model_dump(mode="json", exclude_unset=True)
     fields: list[tuple[str, str, Any]] = [
         ("tune", "ngram", any(rival.method == "ngram" for rival in job.rivals)),
         ("promotion", "mode", "auto" if promote else "never"), ("serve", "enabled", promote)]
     if job.target.model == QUICKSTART and job.engine.kind == "embedded":
         fields += [("tune", "budget_s", _SHIPPED_BUDGET_S), ("tune", "num_steps", [2, 3, 4, 5]), ("tune", "top_k", [1]),
-                   ("tune", "max_prompts", 8)]
+                   ("tune", "max_prompts", 8), ("prove", "requests", 16), ("prove", "max_new_tokens", 64),
+                   ("prove", "parity_prompts", 8), ("benchmark", "warmup_prompts", 1)]
         if "suites" not in job.benchmark.model_fields_set:
             fields.append(("benchmark", "suites", [suite.model_copy(update={
                 "max_prompts": _SHIPPED_PROMPTS}).model_dump(mode="json") for suite in QUICKSTART_SUITES]))
