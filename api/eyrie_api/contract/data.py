@@ -150,8 +150,9 @@ class DataSpec(Frozen):
             raise ValueError(f"data.mix names {unknown[0]!r}, which is no source: use the names of data.sources, "
                              f"which are {known}")
         if self.mix is not None and len(self.mix) < 2:
-            raise ValueError(f"data.mix {self.mix} names fewer than two sources: name at least two of {known}, with "
-                             "share 0 for one to leave out; or omit data.mix to train on all captured rows")
+            raise ValueError(f"data.mix {self.mix or 'of no source'} names fewer than two sources: name at least two "
+                             f"of {known or 'data.sources'}, with share 0 for one to leave out; or omit data.mix to "
+                             "train on all captured rows")
         if self.mix is not None and not any(self.mix.values()):
             raise ValueError(f"data.mix {self.mix} has no share above 0: give at least one source a share")
         rules: dict[str, tuple[dict[str, JsonValue], int | None]] = {}
