@@ -19,7 +19,8 @@ from eyrie_api.figures.job_figures import figures_of
 from eyrie_pipelines.runner import JobFile
 
 _SHOWN: dict[FigureName, str] = {"throughput": "Benchmark", "tuning": "Draft-tree shapes",
-                                 "operating-map": "Tuning map", "pareto": "Proof under load"}
+                                 "operating-map": "Tuning map", "needed-tau": "Acceptance that would pay",
+                                 "pareto": "Proof under load"}
 """The figure without a section of its own has the values of two others."""
 
 _VERDICTS = {"promote": "By the figures of this run the drafter is promoted.",

@@ -171,7 +171,7 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
     return TuneStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
         reads=job.resolved.reads, benchmark=job.spec.benchmark, tune=job.spec.tune,
-        drafter_dir=str(job_dir / checkpoint.path),
+        min_speedup=job.spec.promotion.min_speedup, drafter_dir=str(job_dir / checkpoint.path),
         rival=None if rival is None else RivalDrafter(
             checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
         held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)

@@ -76,6 +76,7 @@ def test_a_plan_has_what_is_measured_and_nothing_of_data_or_training(num_gpus: i
     assert [stage.stage for stage in planned.stages] == ["benchmark", "tune", "prove"]
     assert planned.total_hours > 0.0
     assert planned.total_bytes_on_disk == 0
+    assert planned.needed_tau == (), "the cost of a drafter from elsewhere is not known"
     assert planned.notes[1:] == ("a: benchmarked like a checkpoint, from /heads/a",
                              "b: benchmarked like a checkpoint, from org/b")
     assert not {"rows answered", "candidates", "training rate", "prefill rate"} & {

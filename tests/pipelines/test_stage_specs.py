@@ -12,6 +12,7 @@ from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import JobPlacement
+from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.contract.stages import STAGES
@@ -203,6 +204,12 @@ def test_every_stage_follows_the_rules_of_its_job_and_without_any_its_digest_is_
         for spec in specs:
             assert type(spec).model_validate_json(spec.model_dump_json()).reads == reads
             assert ("reads" in spec.model_dump(mode="json")) == (reads is not None)
+
+
+def test_the_tuner_computes_the_needed_tau_for_the_bound_of_the_jobs_promotion() -> None:
+    job = JobFile(id="j", resolved=derive(spec_of(promotion=PromotionPolicy(min_speedup=1.3))))
+    (ref,) = stage_specs.list_checkpoints([trained("base", 5)])
+    assert stage_specs.tune_spec(job, ROOT, ref).min_speedup == 1.3
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:

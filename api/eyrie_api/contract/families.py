@@ -101,6 +101,9 @@ class DrafterFamily:
     quickstart_speedup: float
     """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training."""
 
+    drafting_weights: Callable[[DrafterSizes, int], int] | None = None
+    """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
+
     sglang_algorithm: SGLangAlgorithm | None = None
     """None: SGLang 0.5.23 cannot serve it."""
 
@@ -147,10 +150,16 @@ def _hydra_parameters(sizes: DrafterSizes) -> int:
     return 2 * hidden**2 * sum(range(2, 2 + sizes.max_draft_tokens)) + sizes.output_vocab_size * hidden
 
 
+def _standalone_width(sizes: DrafterSizes) -> int:
+    # By default half the target's.
+    target = sizes.target
+    return sizes.hidden_size or max(1, round(target.hidden_size / 2 / target.head_dim)) * target.head_dim
+
+
 def _standalone_parameters(sizes: DrafterSizes) -> int:
-    # A decoder of its own width with embedding and output matrix; by default half the target's width, two layers.
+    # A decoder of its own width with embedding and output matrix; by default two layers.
     target, hidden = sizes.target, sizes.target.hidden_size
-    width = sizes.hidden_size or max(1, round(hidden / 2 / target.head_dim)) * target.head_dim
+    width = _standalone_width(sizes)
     inner = sizes.intermediate_size or target.intermediate_size * width // hidden
     layer = target.attention_parameters(width) * width // hidden + 3 * width * inner
     return (sizes.num_layers or 2) * layer + 2 * sizes.output_vocab_size * width
@@ -161,6 +170,10 @@ def _dflash_parameters(sizes: DrafterSizes) -> int:
     target, hidden = sizes.target, sizes.target.hidden_size
     layers = sizes.num_layers or max(1, min(5, target.num_layers // 6))
     return sizes.num_aux_layers * hidden**2 + layers * (target.attention_parameters(hidden) + sizes.mlp_parameters)
+
+
+def _output_matrix(sizes: DrafterSizes) -> int:
+    return sizes.output_vocab_size * sizes.target.hidden_size
 
 
 def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
@@ -181,24 +194,30 @@ _ROWS = (
         name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
         architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
         parameters=_eagle1_parameters, sglang_algorithm="EAGLE",
+        drafting_weights=lambda sizes, depth: depth * (_eagle1_parameters(sizes) + _output_matrix(sizes)),
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
         drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41),
     DrafterFamily(
         name="medusa", title="Medusa", module="eyrie_workers.drafters.medusa",
         architecture="MedusaModel", target_states="final", whole_vocabulary=False,
-        parameters=_medusa_parameters,
+        parameters=_medusa_parameters, drafting_weights=lambda sizes, _depth: _medusa_parameters(sizes),
         best_for="shallow drafts at the lowest drafting cost: nothing is computed between two depths",
         drafting_cost="one pass for all depths", quickstart_speedup=2.33),
     DrafterFamily(
         name="hydra", title="Hydra", module="eyrie_workers.drafters.hydra",
         architecture="EyrieHydra", target_states="final", whole_vocabulary=False,
         parameters=_hydra_parameters,
+        drafting_weights=lambda sizes, depth: (2 * sizes.target.hidden_size**2 * sum(range(2, 2 + depth))
+                                               + depth * _output_matrix(sizes)),
         best_for="targets on which Medusa's heads contradict one another: each head reads the tokens before its own",
         drafting_cost="one perceptron per token", quickstart_speedup=2.43),
     DrafterFamily(
         name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
         architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
         parameters=_standalone_parameters, sglang_algorithm="STANDALONE",
+        # Of the embedding only single rows are read.
+        drafting_weights=lambda sizes, depth: depth * (
+            _standalone_parameters(sizes) - sizes.output_vocab_size * _standalone_width(sizes)),
         best_for="targets of which only the text is available; it stores least, and has its own embedding and output "
                  "matrix",
         drafting_cost="a small language model per token", quickstart_speedup=1.80),
@@ -206,6 +225,7 @@ _ROWS = (
         name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
         architecture="DFlashDraftModel", target_states="fused", whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
+        drafting_weights=lambda sizes, _depth: _dflash_parameters(sizes) + _output_matrix(sizes),
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
         drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
 )

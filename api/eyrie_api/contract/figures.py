@@ -8,11 +8,11 @@ from pydantic import JsonValue
 
 from eyrie_api.contract.model import Frozen
 
-FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto", "hardware",
-                     "acceptance", "acceptance-by-position", "canary", "training-loss", "training-acceptance",
-                     "training-accuracy", "training-speedup", "training-learning-rate", "training-gradient-norm",
-                     "training-speed", "load-throughput", "load-latency", "load-latency-by-rate", "load-categories",
-                     "load-acceptance"]
+FigureName = Literal["leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "needed-tau", "pareto",
+                     "hardware", "acceptance", "acceptance-by-position", "canary", "training-loss",
+                     "training-acceptance", "training-accuracy", "training-speedup", "training-learning-rate",
+                     "training-gradient-norm", "training-speed", "load-throughput", "load-latency",
+                     "load-latency-by-rate", "load-categories", "load-acceptance"]
 """Those named training are the charts of a job's curves (`TrainingCurves`), those named load of `eyrie load-test`."""
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from eyrie_api.contract.model import Frozen, Interval
+from eyrie_api.contract.tuning import NeededTau
 
 
 class Assumption(Frozen):
@@ -166,6 +167,10 @@ class Plan(Frozen):
     candidate_rows: dict[str, dict[str, int]] = {}
     """With `data.mix`: about how many rows of each source every candidate trains on, by candidate and source. All
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
+
+    needed_tau: tuple[NeededTau, ...] = ()
+    """What a drafter like the first candidate has to accept, by users and depth: predicted from the machine's rates.
+    Empty where nothing is trained."""
 
     present: Present | None = None
     """None: no earlier job has answers of this one."""

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 from eyrie_api.contract.capture import StateSourceName
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
 from eyrie_api.contract.model import Frozen, Interval, Probability
-from eyrie_api.contract.tuning import DraftTime, OperatingMap, StepTime, Trial
+from eyrie_api.contract.tuning import DraftTime, NeededTau, OperatingMap, StepTime, Trial
 
 
 class Environment(Frozen):
@@ -431,6 +431,9 @@ class TuneReport(Frozen):
 
     step_times: tuple[StepTime, ...] = ()
     draft_times: tuple[DraftTime, ...] = ()
+    needed_tau: tuple[NeededTau, ...] = ()
+    """What chains of the drafter have to accept, from these times, at the raced loads and between them."""
+
     finding: str
     final: BenchmarkReport
     """The winner measured on prompts of every suite: what promotion decides on."""
@@ -443,6 +446,16 @@ class TuneReport(Frozen):
 
     environment: Environment
     seconds: float
+
+    def chain_tau(self, users: int, num_steps: int) -> tuple[float | None, bool]:
+        """The tau of the drafter's chain of this depth at a load, and whether it was measured there; else predicted,
+        which does not depend on the load."""
+        chains = {trial.concurrency: trial for trial in self.trials if trial.setting.method == "drafter"
+                  and trial.setting.tree and (trial.setting.tree.top_k, trial.setting.tree.num_steps) == (1, num_steps)}
+        trial = chains.get(users) or next(iter(chains.values()), None)
+        if trial is None or (trial.tau is not None and trial.concurrency == users):
+            return (None, False) if trial is None else (trial.tau, True)
+        return trial.predicted_tau, False
 
 
 class LeaderboardEntry(Frozen):

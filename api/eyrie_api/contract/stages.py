@@ -186,6 +186,9 @@ class TuneStage(Frozen):
     rival: RivalDrafter | None = None
     """Tuned after the chosen drafter, in the same way, where the winner has to beat it (`promotion.must_beat`)."""
 
+    min_speedup: float = PromotionPolicy().min_speedup
+    """Of `promotion`: what the tau that chains need is for (`TuneReport.needed_tau`)."""
+
     held_out_file: str | None = None
     engine: EngineSpec = EngineSpec()
 

@@ -64,6 +64,18 @@ class DraftTime(Frozen):
     rounds: int
 
 
+class NeededTau(Frozen):
+    """The acceptance length that makes a chain of one depth pay at one load."""
+
+    users: int
+    """Of one server, at once."""
+
+    num_steps: int
+    tau: float | None
+    """For `promotion.min_speedup` over no drafter. None: the whole draft accepted, `num_steps` + 1 tokens a round, is
+    not enough."""
+
+
 class Trial(Frozen):
     """One setting at one concurrency: what was predicted, and what was measured if it was tried."""
 

@@ -44,6 +44,8 @@ def figures_of(report: JobReport, selected: str = "") -> tuple[Figure, ...]:
             figures.append(tuning(report.tune))
         if report.tune.map is not None:
             figures.append(operating_map(report.tune.map, report.tune.trials))
+        if report.tune.needed_tau:
+            figures.append(needed_tau(report.tune))
     if report.prove and report.prove.load and any(level.mode == "closed" for level in report.prove.load.levels):
         figures.append(pareto(report.prove.load, report.devices_per_server))
     if report.hardware and report.hardware.rows:
@@ -221,6 +223,47 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
                    "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
                    "(prediction and measurement combined); off is the line at 1.",
                    rows, {"width": 520, "height": 320, "layer": layers, "resolve": OWN_LEGENDS})
+
+
+def needed_tau(report: TuneReport) -> Figure:
+    """The tau that a chain needs by users and depth, and the drafter's own. The report has needed taus."""
+    rows = []
+    for row in report.needed_tau:
+        tau, measured = report.chain_tau(row.users, row.num_steps)
+        own = "" if tau is None else f"{tau:.2f}" if measured else f"({tau:.2f})"
+        rows.append({"users": row.users, "num_steps": row.num_steps, "needed_tau": rounded(row.tau),
+                     "tau": rounded(tau), "known_by": "measurement" if measured else "prediction",
+                     "enough": row.tau is not None and tau is not None and tau >= row.tau,
+                     "label": f"{'none' if row.tau is None else f'{row.tau:.2f}'}\n{own}"})
+    needed = [row.tau for row in report.needed_tau if row.tau is not None]
+    middle = (min(needed, default=1.0) + max(needed, default=1.0)) / 2
+    across = {"x": {"field": "users", "type": "ordinal", "title": "requests decoded at once",
+                    "axis": {"labelAngle": 0}},
+              "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps of a chain"}}
+    cells: Row = {"transform": [{"filter": "datum.needed_tau !== null"}], "mark": {"type": "rect", "tooltip": True},
+                  "encoding": across | {
+                      "color": {"field": "needed_tau", "type": "quantitative", "title": "tau needed",
+                                "scale": {"scheme": "viridis", "zero": False, "nice": False},
+                                "legend": {"orient": "bottom", "gradientLength": 200}},
+                      "tooltip": tips(rows)}}
+    enough: Row = {"transform": [{"filter": "datum.enough"}],
+                   "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4},
+                   "encoding": across}
+    labels: Row = {"mark": {"type": "text", "fontSize": 12, "lineBreak": "\n", "baseline": "middle", "dy": -6,
+                            "style": INK},
+                   "encoding": across | {
+                       "text": {"field": "label"},
+                       # A cell is dark below the middle of the scale, on either background; without one is the page.
+                       "color": {"condition": [
+                           {"test": f"datum.needed_tau !== null && datum.needed_tau < {middle}", "value": "#ffffff"},
+                           {"test": "datum.needed_tau !== null", "value": "#000000"}]}}}
+    loads = list(dict.fromkeys(row["users"] for row in rows))
+    paying = {row["users"] for row in rows if row["enough"]}
+    return figure("needed-tau", f"The drafter's tau is enough at {len(paying)} of {len(loads)} loads",
+                  "Above, the acceptance length with which a chain would be fast enough for promotion.min_speedup, "
+                  "from timed rounds (none: no tau of that depth is enough); below, the drafter's own, in brackets "
+                  "where it is predicted; a frame marks where it is enough.", rows,
+                  {"width": {"step": 72}, "height": {"step": 40}, "layer": [cells, enough, labels]})
 
 
 def pareto(report: LoadReport, num_devices: int) -> Figure:

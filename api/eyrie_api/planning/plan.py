@@ -20,6 +20,7 @@ from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
+from eyrie_api.planning.needed_tau import plan_needed_tau
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
     hours_of,
@@ -108,7 +109,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         store_month_cost=None if store is None or store.prices is None else total / 1e12 * store.prices.storage,
         assumptions=(*_assumptions(work, used, counts),
                      *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
-        warnings=tuple(warnings), present=present,
+        warnings=tuple(warnings), present=present, needed_tau=plan_needed_tau(work, used["prove"]),
         notes=(*((present.words,) if present else ()),
                "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
                f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs)",
@@ -307,6 +308,9 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         *_training_memory(work),
         *_rates_named(used, counts),
         *_starts_named(work, counts),
+        say("speed-up that the tau needed is for", job.spec.promotion.min_speedup, "x over no drafter",
+            f"promotion.min_speedup; a drafter like candidate {job.candidates[0].name}, predicted from the prefill "
+            "rate and the decode rate of one request, without KV cache and launches; tune times its rounds"),
     )
 
 

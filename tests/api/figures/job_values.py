@@ -13,7 +13,7 @@ from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT
 from tests.pipelines.rehearsal.rehearsal_stage import load_report as rehearsed_load
 from tests.workers.plots.synthetic import benchmark_report, tuned_by_prediction
 
-NAMES = ("leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "pareto")
+NAMES = ("leaderboard", "throughput", "tau-throughput", "tuning", "operating-map", "needed-tau", "pareto")
 
 
 def load_report() -> LoadReport:

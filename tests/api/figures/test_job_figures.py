@@ -87,6 +87,22 @@ def test_the_operating_map_has_one_choice_per_load_and_says_where_off_is_best() 
     assert "crossover" in json.dumps(figure.spec)
 
 
+def test_the_needed_tau_is_shown_with_the_drafters_and_marked_where_that_is_enough() -> None:
+    report = job_report()
+    assert report.tune is not None
+    rows = rows_of(figure_of(report, "needed-tau"))
+    assert [(row["users"], row["num_steps"], row["needed_tau"]) for row in rows] == [
+        (one.users, one.num_steps, one.tau and pytest.approx(one.tau, rel=1e-5)) for one in report.tune.needed_tau]
+    assert {(row["users"], row["num_steps"]) for row in rows if row["known_by"] == "measurement"} == {(1, 5), (8, 5)}
+    for row in rows:
+        assert row["enough"] == (row["needed_tau"] is not None and row["tau"] >= row["needed_tau"])
+        assert row["label"].endswith("2.00" if row["known_by"] == "measurement" else "(2.00)")
+        assert row["label"].startswith("none") == (row["needed_tau"] is None)
+    assert {row["enough"] for row in rows} == {True, False}
+    early = report.model_copy(update={"tune": report.tune.model_copy(update={"needed_tau": ()})})
+    assert "needed-tau" not in {one.name for one in figures_of(early)}
+
+
 def test_pareto_has_a_point_per_variant_and_number_of_users() -> None:
     rows = rows_of(figure_of(job_report(), "pareto"))
     assert [(row["variant"], row["users"]) for row in rows] == [

@@ -18,6 +18,7 @@ from eyrie_workers.measure.tuner.predict import (
     ReplayedRounds,
     distribution_of_largest,
     locate,
+    needed_taus,
     predict,
     replay,
     undrafted,
@@ -168,3 +169,26 @@ def test_speculation_pays_alone_and_stops_paying_under_load() -> None:
     assert alone[setting(4)].tau == pytest.approx(3.0)
     assert alone[OFF].speedup == crowded[OFF].speedup == 1.0
     assert crowded[setting(4)].speedup < alone[setting(4)].speedup
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("bound", [1.0, 1.05, 1.3])
+def test_a_chain_with_the_tau_that_it_needs_is_predicted_as_fast_as_asked_for(rows: int, bound: float) -> None:
+    done = {OFF: {0.0: undrafted([121])}, setting(4): {0.0: ReplayedRounds(
+        tokens=121, requests=1, histogram=(120,), passes={5: 120})}}
+    (needed,) = needed_taus(done, [rows], costs(), OFF, bound)
+    assert (needed.users, needed.num_steps) == (rows, 4)
+    assert needed.tau is not None
+    rounds = round(120 / needed.tau)  # of so few rounds tau is a fraction
+    drafted = ReplayedRounds(tokens=121, requests=1, histogram=(rounds,), passes={5: rounds})
+    speedup = predict({OFF: done[OFF], setting(4): {0.0: drafted}}, rows, costs(), OFF)[setting(4)].speedup
+    assert speedup == pytest.approx(bound, rel=0.02)
+
+
+def test_no_tau_is_enough_for_an_impossible_bound_and_trees_and_look_up_have_no_row() -> None:
+    done = {each: {0.0: undrafted([121])} for each in (
+        OFF, setting(2), setting(8), setting(4, 4, 8), Setting(method="ngram", tree=setting(3).tree))}
+    needed = needed_taus(done, [1, 8], costs(), OFF, 2.2)
+    assert [(row.users, row.num_steps) for row in needed] == [(1, 2), (1, 8), (8, 2), (8, 8)]
+    assert [row.tau is None for row in needed] == [True, False, True, True]
+    assert needed_taus({OFF: {0.0: undrafted([1])}, setting(2): {0.0: undrafted([1])}}, [1], costs(), OFF, 1.05) == ()

@@ -14,7 +14,8 @@ from eyrie_api.contract.reports import (
     TuneReport,
     VocabularyReport,
 )
-from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
+from eyrie_api.contract.tuning import OFF, NeededTau, OperatingPoint, Setting, Trial, TuneSpec
+from eyrie_api.planning.needed_tau import needed_tau
 from eyrie_workers.measure.tuner.operating import compile_map, possible_settings, possible_shapes
 
 DIGEST = digest_bytes(b"synthetic")
@@ -83,7 +84,11 @@ def tuned_by_prediction() -> TuneReport:
     points = [OperatingPoint(concurrency=load, setting=best, speedup=1.5, tokens_per_s=90.0, measured=True)
               for load, best in ((1, winner), (8, OFF))]
     return tune_report().model_copy(update={
-        "winner": CHAIN, "trials": tuple(trials), "map": compile_map(points, trials, 20.0)})
+        "winner": CHAIN, "trials": tuple(trials), "map": compile_map(points, trials, 20.0),
+        # By the rounds of `speed_of`, longer with more users.
+        "needed_tau": tuple(NeededTau(users=load, num_steps=depth,
+                                      tau=needed_tau(depth, share * (1.02 + 0.1 * depth), 1 / 1.05))
+                            for load, share in ((1, 1.0), (4, 2.0), (8, 4.0)) for depth in range(1, 8))})
 
 
 def train_report(steps: tuple[int, ...] = (100, 200, 300)) -> TrainReport:

@@ -75,6 +75,10 @@ def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_ot
     assert {cell.tree for cell in report.final.cells} == {report.winner}
     assert not raced(directory) & {row["prompt_id"] for row in lines(directory / "final.jsonl")}
     assert "prompts the tuner had not used" in report.finding
+    # Of chains, at the raced loads and the one between them.
+    assert [(row.users, row.num_steps) for row in report.needed_tau] == [
+        (users, depth) for users in (1, 2, 3) for depth in (2, 3)]
+    assert all(row.tau is None or 1.0 <= row.tau <= row.num_steps + 1 for row in report.needed_tau)
 
 
 def test_a_suite_too_short_for_fresh_prompts_says_so_and_a_rival_is_tuned_in_the_same_way(tmp_path: Path) -> None:

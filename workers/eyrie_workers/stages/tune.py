@@ -331,7 +331,9 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
         winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
-        draft_times=profile.draft_times, finding=f"{map_.finding} {source}", final=final, engine=final.engine,
+        draft_times=profile.draft_times, needed_tau=profile.needed_tau(
+            sorted([*concurrencies, *operating.between(concurrencies)]), spec.min_speedup),
+        finding=f"{map_.finding} {source}", final=final, engine=final.engine,
         environment=environment(session.dtype), seconds=time.monotonic() - started), [
             stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 

@@ -28,6 +28,9 @@ the rounds, so at full load
 Prefill is included because users wait for it. Where a drafter proposes few nodes the engine verifies fewer than
 `num_draft_tokens`; a batch costs as much as its largest row, modelled as the largest of `concurrency` independent
 draws.
+
+What would pay. The same formula, solved for the acceptance length (`needed_taus`): the tau with which a chain would be
+`min_speedup` times as fast as no drafter.
 """
 
 # B rows, N nodes of the whole tree, S num_steps
@@ -42,7 +45,8 @@ import numpy.typing as npt
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.tuning import DraftTime, Setting, StepTime
+from eyrie_api.contract.tuning import DraftTime, NeededTau, Setting, StepTime
+from eyrie_api.planning.needed_tau import needed_tau
 from eyrie_workers.measure.intervals import acceptance_length, add_histograms
 
 IntArray = npt.NDArray[np.int64]
@@ -264,3 +268,27 @@ def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency:
             setting, concurrency, fmean(rates.values()), fmean(rates[t] / plain[t] for t in rates),
             fmean(replayed.tau for replayed in by_temperature.values()))
     return predictions
+
+
+def needed_taus(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrencies: Sequence[int], costs: Costs,
+                off: Setting, min_speedup: float) -> tuple[NeededTau, ...]:
+    """The tau that each chain of the drafter among `done` needs at each concurrency, for answers as long as those that
+    were replayed; means over temperatures."""
+    shapes = sorted(((setting.tree.num_steps, setting) for setting in done
+                     if setting.method == "drafter" and setting.tree is not None and setting.tree.top_k == 1),
+                    key=lambda shape: shape[0])
+    decoded = {temperature: plain for temperature, plain in done[off].items() if plain.rounds}
+
+    def round_s(setting: Setting, concurrency: int, temperature: float, nodes: int) -> float:
+        return (costs.verify_s(concurrency, temperature, nodes, False)
+                + costs.draft_s(concurrency, temperature, setting))
+
+    def budget_s(setting: Setting, concurrency: int, temperature: float, plain: ReplayedRounds) -> float:
+        """Of a round that emits one token: what the answers may take, without their prefills."""
+        seconds = plain.tokens / tokens_per_s(off, plain, concurrency, temperature, costs) / min_speedup
+        return (seconds - plain.requests * costs.prefill_s[setting.method]) * concurrency / plain.rounds
+
+    return tuple(NeededTau(users=concurrency, num_steps=depth, tau=needed_tau(
+        depth, fmean(round_s(setting, concurrency, temperature, depth + 1) for temperature in decoded),
+        fmean(budget_s(setting, concurrency, temperature, plain) for temperature, plain in decoded.items())))
+        for concurrency in concurrencies for depth, setting in shapes if decoded)

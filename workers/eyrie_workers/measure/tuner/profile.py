@@ -30,7 +30,7 @@ import torch
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
+from eyrie_api.contract.tuning import OFF, DraftTime, Method, NeededTau, Setting, StepTime, TuneSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner
@@ -43,6 +43,7 @@ from eyrie_workers.measure.tuner.predict import (
     Trace,
     locate,
     merged,
+    needed_taus,
     predict,
     replay,
     undrafted,
@@ -276,10 +277,21 @@ class TuningProfile(Frozen):
     seconds: float
 
     def predictions(self, concurrency: int) -> dict[Setting, PredictedSpeed]:
+        return predict(self._done(), concurrency, self._costs, OFF)
+
+    def needed_tau(self, concurrencies: Sequence[int], min_speedup: float) -> tuple[NeededTau, ...]:
+        """The tau that chains of the drafter need at these concurrencies."""
+        return needed_taus(self._done(), concurrencies, self._costs, OFF, min_speedup)
+
+    @property
+    def _costs(self) -> Costs:
+        return Costs(self.step_times, self.draft_times, self.prefill_s)
+
+    def _done(self) -> dict[Setting, dict[float, ReplayedRounds]]:
         done: dict[Setting, dict[float, ReplayedRounds]] = {}
         for replayed in self.replays:
             done.setdefault(replayed.setting, {})[replayed.temperature] = replayed.done
-        return predict(done, concurrency, Costs(self.step_times, self.draft_times, self.prefill_s), OFF)
+        return done
 
     @property
     def tokens_per_answer(self) -> float:

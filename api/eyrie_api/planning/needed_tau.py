@@ -1,0 +1,68 @@
+"""What would pay: the acceptance length tau that a drafter needs, by users and depth, before anything is trained. Pure.
+
+A chain of `num_steps` drafted tokens emits tau tokens in the seconds of a round: one pass of the target over
+num_steps + 1 tokens of each user, and the drafting. No drafter emits one token in the seconds of one pass over one
+token of each user. The chain is `min_speedup` times as fast when
+
+    tau >= round_s / budget_s,     budget_s = seconds of a token of each user without a drafter / min_speedup
+
+and no tau is enough where that exceeds num_steps + 1 (`needed_tau`, which the tuner shares: it times its rounds and
+counts the prefill in the budget, `measure.tuner.predict`).
+
+A pass over n tokens is as long as the slower of two things (the roofline, Williams et al. 2009): reading the weights at
+the rate of one request, and computing n tokens at the rate of prefill. So a verified token costs nothing while the
+machine waits for memory, and all of its arithmetic with many users, where speculation loses. Of a mixture of experts a
+pass reads the experts of each token, at most all. The rates are those that the plan's hours rest on.
+
+Not counted: the KV cache, the launch of kernels, sampling, and whatever else an engine does once per round. All of them
+are larger shares of a small target's round: the tuner's figures, from timed rounds, replace these.
+"""
+
+from collections.abc import Sequence
+
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.tuning import NeededTau
+from eyrie_api.planning.hardware import Rates
+from eyrie_api.planning.plan_work import PlannedWork
+
+_USERS = (1, 4, 16, 64, 256)
+"""In addition to the job's own loads, so that the plan shows where speculation loses."""
+
+
+def needed_tau(num_steps: int, round_s: float, budget_s: float) -> float | None:
+    """The tau at which rounds of so many seconds take at most `budget_s` for a token of each user; at least 1, the
+    target's own token. None where a chain of `num_steps` cannot reach it."""
+    if budget_s <= 0.0 or round_s > (num_steps + 1) * budget_s:
+        return None
+    return max(1.0, round_s / budget_s)
+
+
+def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
+    """For a drafter like the first candidate, on one server of these rates. Empty where nothing is trained."""
+    if not work.job.candidates:
+        return ()
+    spec, target = work.spec, work.target
+    drafter = work.drafter(work.job.candidates[0])
+    weights_of = FAMILIES[drafter.family].drafting_weights or (lambda _sizes, depth: depth * drafter.parameters)
+
+    def round_s(users: int, num_steps: int) -> float:
+        seconds = _pass_s(target.parameters, target.active_parameters, users * (num_steps + 1), rates)
+        if num_steps:
+            weights = weights_of(drafter.sizes, num_steps)
+            seconds += _pass_s(weights, weights, users, rates)
+        return seconds
+
+    return tuple(NeededTau(users=users, num_steps=depth, tau=needed_tau(
+        depth, round_s(users, depth), round_s(users, 0) / spec.promotion.min_speedup))
+        for users in _ascending((*_USERS, *spec.tune.concurrencies, *spec.prove.concurrencies))
+        for depth in _ascending(spec.tune.num_steps))
+
+
+def _pass_s(weights: int, active: int, tokens: int, rates: Rates) -> float:
+    """Seconds of a pass over so many tokens; `active` of the weights compute each."""
+    read, computed = min(weights, active * tokens), active * tokens
+    return max(2.0 * read / (rates.single * 1e9), 2.0 * computed / (rates.prefill * 1e9))
+
+
+def _ascending(numbers: Sequence[int]) -> list[int]:
+    return sorted(set(numbers))
