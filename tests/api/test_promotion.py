@@ -12,9 +12,18 @@ from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadRep
 from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
-from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_api.decisions.promotion import comparable_suites, decide, decision_reason, on_suites, proven_tau
+from eyrie_api.contract.tuning import OFF, DrafterUse, NeededTau, OperatingMap, OperatingPoint, Setting
+from eyrie_api.decisions.promotion import (
+    comparable_suites,
+    decide,
+    decide_job,
+    decision_reason,
+    on_suites,
+    proven_tau,
+    summarize_decision,
+)
 from tests.api.samples import benchmark_report
+from tests.workers.plots.synthetic import tuned_by_prediction
 
 STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})
 LOSSY = benchmark_report("c-step-3", {"chat": (4.0, 4.0), "math": (4.0, 4.0)}, lossless=False)
@@ -465,3 +474,32 @@ def test_live_traffic_is_held_against_the_lowest_tau_of_the_proof_and_of_sampled
     assert proven_tau(STEADY, proof_of(STEADY, with_taus(3.4, 1.0), use=follows)) == 3.4
     ngram = DrafterUse(setting=Setting(method="ngram", tree=DraftTreeShape()))
     assert proven_tau(STEADY, proof_of(STEADY, with_taus(4.4, 4.1), use=ngram)) == 4.1
+
+
+def test_a_job_whose_drafter_is_not_fast_enough_says_which_tau_it_would_need_and_others_do_not() -> None:
+    spec = JobSpec.model_validate({
+        "target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]},
+        "benchmark": {"suites": [{"name": name, "path": f"quickstart:{name}"} for name in SUITES]},
+        "prove": {"concurrencies": [1, 4]}})
+    needed_tau = tuple(NeededTau(users=users, num_steps=3, tau=tau) for users, tau in ((1, 1.4), (4, 2.9)))
+    tuned = tuned_by_prediction().model_copy(update={"needed_tau": needed_tau})
+
+    def reasons(proof: ProveReport, final: BenchmarkReport = STEADY) -> str:
+        report = tuned.model_copy(update={"final": final})
+        return summarize_decision(decide_job(spec, [final], report, proof, None))
+
+    needed = "with 4 users at once a chain of 3 needs tau 2.90 for 1.05x and has 2.00"
+    slow = load_report(against("candidate", 1, 2.0), against("candidate", 4, 0.9))
+    assert needed in reasons(proof_of(STEADY, slow))
+    assert "with 1 user" not in reasons(proof_of(STEADY, slow)).partition("What would")[0]
+    off = ProveReport(checkpoint=STEADY.checkpoint, path="/d", engine="embedded", use=DrafterUse(setting=OFF),
+                      skipped="nothing to prove", environment=STEADY.environment, seconds=0.0)
+    assert needed in reasons(off)
+    weak = benchmark_report("a-step-1", {"chat": (1.0, 0.9), "math": (1.0, 0.9)})
+    assert "with 1 user at once a chain of 3 needs tau 1.40" in reasons(proof_of(weak), weak)
+    noisy = load_report(against("candidate", 1, 2.0), against(
+        "candidate", 4, 1.1, throughput_interval=Interval(low=0.8, high=1.4), pairs=20))
+    use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=chart((1, CHAIN), (4, OFF)))
+    for fine in (proof_of(STEADY), proof_of(STEADY, parity=False), proof_of(STEADY, noisy),
+                 proof_of(STEADY, slow, use=use)):
+        assert "needs tau" not in reasons(fine)

@@ -36,6 +36,9 @@ Checks of the proof, measured in the serving engine (`ProveReport`):
 
 When every check that fails is undecided, the decision is: what serves is kept, and the reason is `TooNoisy`.
 
+Where the drafter is not fast enough at a load, `decide_job` adds the tau that it would need there and what would change
+it (`decisions.what_would_pay`).
+
 When tuning found `off` best at every declared load, that is the reason, and no check of the proof runs. When it found
 n-gram look-up best and the drafter at no load, the checks of the benchmark, which measures the drafter, are skipped;
 `parity` and the load checks decide.
@@ -57,6 +60,7 @@ from eyrie_api.contract.targets import HELD_OUT
 from eyrie_api.decisions.evidence import first_token_standing, pairs_needed, speedup_standing
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
+from eyrie_api.decisions.what_would_pay import what_would_pay
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
@@ -131,7 +135,19 @@ def decide_job(spec: JobSpec, benchmarks: Sequence[BenchmarkReport], tuned: Tune
     """`decide` on the reports of a job's stages; `benchmarks` has the tuned checkpoint and the tuned rival."""
     final, rival = tuned_finals(tuned, benchmarks)
     required = [suite.name for suite in spec.benchmark.suites if suite.required]
-    return decide(spec.promotion, final, incumbent, required, proof, benchmarks, rival)
+    decision = decide(spec.promotion, final, incumbent, required, proof, benchmarks, rival)
+    words = what_would_pay(tuned, _slow_loads(spec, decision, proof), spec.promotion.min_speedup)
+    return decision.model_copy(update={"reasons": (*decision.reasons, words)}) if words else decision
+
+
+def _slow_loads(spec: JobSpec, decision: PromotionDecision, proof: ProveReport) -> list[int]:
+    """Loads at which the drafter was measured to be not fast enough against no drafter. Suites have one user."""
+    failed = {check.name for check in decision.checks if not check.passed and not check.undecided
+              and (check.figure is not None or check.name == "speculation-pays")}
+    suites = any(name.startswith("suite:") for name in failed)
+    return sorted(load for load in {1, *spec.prove.concurrencies}
+                  if (f"load:{load}" in failed and not _is_off(proof, load)) or (load == 1 and suites)
+                  or ("speculation-pays" in failed and load in spec.prove.concurrencies))
 
 
 def tuned_finals(tuned: TuneReport, benchmarks: Sequence[BenchmarkReport]) \
