@@ -11,6 +11,10 @@ half-width of 3 % or less, or six times the grid's blocks are measured.
 The report has how far the tuner's choice is behind the best, how far the default and a random choice are, and the cost
 of finding it: trials (settings tried at a concurrency), blocks, and seconds, probe and replay included.
 
+And the tau that a chain needs to be `--min-speedup` times as fast as no drafter, three times: predicted by `eyrie plan`
+from the machine's rates, computed by the tuner from timed rounds, and measured: a chain of the grid, whose tau and
+speed-up are known, would need tau * min_speedup / speed-up.
+
 All measurements are in ledgers next to the report, from which an interrupted run resumes. A benchmark, not a test.
 """
 
@@ -37,15 +41,26 @@ from benchmarks.figure_style import (
 from eyrie_api.artifacts import digest_model, read_sealed, write_model
 from eyrie_api.contract.benchmark import QUICKSTART_SUITES, BenchmarkSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Frozen, Interval
+from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.reports import Environment, TuneReport
 from eyrie_api.contract.stages import TuneStage
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_api.contract.tuning import OFF, DrafterUse, Setting, TuneSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, NeededTau, Setting, TuneSpec
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.planning.facts import target_dir, target_facts
+from eyrie_api.planning.needed_tau import needed_tau
+from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.preflight import rates
+from eyrie_api.planning.resolve import derive
+from eyrie_api.settings import Settings
+from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.family import family_of
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import measuring, open_session, read_suites, uses_of
+from eyrie_workers.measure.intervals import acceptance_length, add_histograms
 from eyrie_workers.measure.tuner.operating import possible_settings
 from eyrie_workers.measure.tuner.profile import TuningProfile
 from eyrie_workers.measure.tuner.race import Race
@@ -68,7 +83,29 @@ class GridRow(Frozen):
     predicted_speedup: float
     speedup: float
     speedup_interval: Interval | None
+    tau: float
+    """1 for off."""
+
     seconds: float
+
+
+class NeededRow(Frozen):
+    """The tau that a chain of the drafter needs at one load; None: no tau of that depth is enough."""
+
+    concurrency: int
+    num_steps: int
+    planned: float | None
+    """By `eyrie plan`."""
+
+    timed: float | None
+    """By the tuner."""
+
+    measured: float | None
+    measured_interval: Interval | None
+    """95 %, of the speed-up."""
+
+    tau: float
+    """The drafter's, measured."""
 
 
 class Verdict(Frozen):
@@ -120,6 +157,7 @@ class TunerReport(Frozen):
     tune: TuneSpec
     verdicts: tuple[Verdict, ...]
     grid: tuple[GridRow, ...]
+    needed: tuple[NeededRow, ...]
     tuner: TuneReport
     profile_seconds: float
     environment: Environment
@@ -165,8 +203,8 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
                                      chosen))
             print(_summary(verdicts[-1]), flush=True)
     return TunerReport(target=spec.target.model, drafter=spec.drafter_dir, tune=spec.tune, verdicts=tuple(verdicts),
-                       grid=tuple(rows), tuner=report, profile_seconds=profile.seconds,
-                       environment=report.environment)
+                       grid=tuple(rows), needed=needed_rows(spec, rows, report), tuner=report,
+                       profile_seconds=profile.seconds, environment=report.environment)
 
 
 def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...],
@@ -219,9 +257,63 @@ def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], r
 
 
 def _row(tuning: Tuning, race: Race, setting: Setting, concurrency: int) -> GridRow:
+    runs = tuning.runs_of(setting, concurrency).values()
     return GridRow(setting=setting, concurrency=concurrency, speedup=race.speedup(setting),
                    predicted_speedup=race.predictions[setting].speedup, speedup_interval=race.interval(setting),
+                   tau=mean(acceptance_length(add_histograms([run.accepted_histogram for run in of])) for of in runs),
                    seconds=sum(one.seconds for one in race.blocks[setting].values()))
+
+
+def needed_rows(spec: TuneStage, grid: Sequence[GridRow], report: TuneReport) -> tuple[NeededRow, ...]:
+    """Predicted, timed and measured, of each chain of the drafter in the grid."""
+    planned, timed = ({(row.users, row.num_steps): row.tau for row in rows}
+                      for rows in (_planned(spec), report.needed_tau))
+    needed = []
+    for row in grid:
+        if row.setting.method != "drafter" or row.setting.tree is None or row.setting.tree.top_k != 1:
+            continue
+        at = (row.concurrency, depth := row.setting.tree.num_steps)
+        ends, bound = row.speedup_interval, row.tau * spec.min_speedup
+        needed.append(NeededRow(
+            concurrency=row.concurrency, num_steps=depth, planned=planned[at], timed=timed[at], tau=row.tau,
+            measured=needed_tau(depth, bound / row.speedup, 1.0),
+            measured_interval=None if ends is None else Interval(low=bound / ends.high, high=bound / ends.low)))
+    return tuple(needed)
+
+
+def _planned(spec: TuneStage) -> tuple[NeededTau, ...]:
+    """What `eyrie plan` says of a job that trains a drafter of the same family for the same target on this machine."""
+    family = family_of(read_config(Path(spec.drafter_dir)).get("architectures"))
+    assert family is not None  # the tuner has loaded it
+    job = JobSpec.model_validate({
+        "target": {"model": spec.target.model, "dtype": spec.target.dtype}, "drafter": {"family": family.name},
+        "data": {"sources": [{"path": "quickstart"}]}, "tune": spec.tune.model_dump(),
+        "promotion": {"min_speedup": spec.min_speedup}})
+    directory = target_dir(job.target)
+    assert directory is not None
+    return make_plan(derive(job), target_facts(directory), None, rates=rates(Settings())).needed_tau
+
+
+def needed_table(needed: Sequence[NeededRow]) -> str:
+    """For docs/results/tuner.md, with how far prediction and timed rounds are from what was measured."""
+    def cell(tau: float | None) -> str:
+        return "none" if tau is None else f"{tau:.2f}"
+
+    lines = ["| at once | depth | planned | timed rounds | measured (95 %) | the drafter's tau |",
+             "|---|---|---|---|---|---|"]
+    for row in needed:
+        ends = row.measured_interval
+        interval = "" if ends is None else f" ({ends.low:.2f} to {ends.high:.2f})"
+        lines.append(f"| {row.concurrency} | {row.num_steps} | {cell(row.planned)} | {cell(row.timed)} | "
+                     f"{cell(row.measured)}{interval} | {row.tau:.2f} |")
+    for name in ("planned", "timed"):
+        both = [(found, row.measured) for row in needed
+                if (found := getattr(row, name)) is not None and row.measured is not None]
+        same = sum((getattr(row, name) is None) == (row.measured is None) for row in needed)
+        error = f"median error {median(abs(found / seen - 1.0) for found, seen in both):.1%} of {len(both)}; " \
+            if both else ""
+        lines.append(f"{name}: {error}{same} of {len(needed)} agree on whether any tau is enough")
+    return "\n".join(lines)
 
 
 def _choice(report: TuneReport, concurrency: int) -> Setting:
@@ -280,6 +372,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON report; ledgers and plots go next to it")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--min-speedup", type=float, default=PromotionPolicy().min_speedup)
     parser.add_argument("--threads", type=int)
     for name in ("num_steps", "top_k", "num_draft_tokens", "concurrencies"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", default=list(getattr(default, name)))
@@ -300,7 +393,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
         raise InvalidInput(f"the options make no valid trial: {error}", "see --help") from error
     return TuneStage(job_id="trial", checkpoint=options.drafter.name, candidate="trial", target=target,
                      benchmark=benchmark, tune=tune_spec, drafter_dir=str(options.drafter),
-                     engine=EngineSpec(kind=options.engine)), options.out
+                     min_speedup=options.min_speedup, engine=EngineSpec(kind=options.engine)), options.out
 
 
 def predicted_against_measured(outcomes: Sequence[tuple[Setting, int, float, float]], detail: str) -> Figure:
@@ -347,6 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = max(one.behind for one in report.verdicts)
     print(f"at most {worst:.1%} behind the best, with {trials} of {possible} trials ({trials / possible:.0%}) and "
           f"{report.profile_seconds:.0f} s of probing and replay")
+    print(f"tau that a chain needs for {spec.min_speedup:.2f}x:\n{needed_table(report.needed)}")
     return 0
 
 

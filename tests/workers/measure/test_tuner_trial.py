@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tuner import FINALISTS, GRID, parse, run
-from eyrie_api.contract.tuning import OFF
+from benchmarks.tuner import FINALISTS, GRID, needed_table, parse, run
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.measure.tuner.operating import possible_settings
 from tests.workers.measure.tiny_bench import stage_specs
@@ -28,7 +29,13 @@ def test_the_grid_is_measured_whole_and_the_finalists_on_blocks_of_their_own(
     assert verdict.best in settings
     assert verdict.behind >= 0.0
     rows = {row.setting: row for row in report.grid}
-    assert rows[OFF].speedup == 1.0
+    assert (rows[OFF].speedup, rows[OFF].tau) == (1.0, 1.0)
+    (needed,) = report.needed
+    chain = rows[Setting(tree=DraftTreeShape(num_steps=2, num_draft_tokens=3))]
+    assert (needed.concurrency, needed.num_steps, needed.tau) == (2, 2, chain.tau)
+    asked = chain.tau * spec.min_speedup / chain.speedup  # the same rounds, accepted so much more
+    assert needed.measured == (max(1.0, asked) if asked <= 3 else None)
+    assert needed_table(report.needed).splitlines()[2].startswith("| 2 | 2 | ")
     work = tmp_path / "report.work"
     grid, finalists = ((work / name).read_text().count("\n") - 1 for name in (GRID, FINALISTS))
     assert grid == len(settings) * 4
