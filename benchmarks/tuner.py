@@ -273,6 +273,8 @@ def needed_rows(spec: TuneStage, grid: Sequence[GridRow], report: TuneReport) ->
         if row.setting.method != "drafter" or row.setting.tree is None or row.setting.tree.top_k != 1:
             continue
         at = (row.concurrency, depth := row.setting.tree.num_steps)
+        if at not in timed:  # no chain of the drafter could start as an anchor
+            continue
         ends, bound = row.speedup_interval, row.tau * spec.min_speedup
         needed.append(NeededRow(
             concurrency=row.concurrency, num_steps=depth, planned=planned[at], timed=timed[at], tau=row.tau,
