@@ -66,6 +66,19 @@ def test_a_row_of_the_decision_has_name_result_value_interval_threshold_and_find
          figure(one["bound"]), one["words"]] for one in checks]
 
 
+def test_below_the_checks_of_a_decision_are_the_reasons_that_are_no_check_once(
+        client: httpx.Client, database: Database) -> None:
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY))
+    words = "with 4 users at once a chain of 3 needs tau 2.90 <for> 1.05x"
+    decision = decision.model_copy(update={"reasons": (*decision.reasons, words)})
+    job = Jobs(database).submit(derive(job_spec())).id
+    Jobs(database).save_status(job, JobStatus(phase="Succeeded", decision=decision))
+    page = unescape(client.get(f"/console/jobs/{job}").text)
+    assert f"<p>{words}</p>" in page
+    for check in decision.checks:
+        assert f"<p>{check.words}</p>" not in page
+
+
 def test_a_row_of_the_leaderboard_has_the_figures_of_its_entry(client: httpx.Client, database: Database) -> None:
     job = Jobs(database).submit(derive(job_spec())).id
     measured = {"a-step-1": ({"chat": (2.0, 1.8), "math": (2.2, 2.0)}, True),
