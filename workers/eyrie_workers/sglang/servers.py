@@ -61,6 +61,8 @@ MOST_RESTARTS = 3
 
 HISTORY = "servers.jsonl"
 _POLL_S = 0.2
+_REAPED_S = 1.0
+"""A connection is lost before the process can be reaped: its threads end one after the other."""
 _PORT_TAKEN = "ddress already in use"
 
 DrafterUses = dict[str, DrafterUse]
@@ -345,7 +347,7 @@ class ServerPool:
             except EngineFailed as error:
                 self.recover(name, error)
 
-    def has_ended(self, name: str) -> bool:
+    def has_ended(self, name: str, within_s: float = _REAPED_S) -> bool:
         """Whether the server of a variant has ended; it is discarded, and another starts when it is next used.
 
         Raises EngineFailed when it has ended too often.
@@ -353,8 +355,11 @@ class ServerPool:
         managed = self._servers.get(name)
         if managed is None:
             return False
-        time.sleep(_POLL_S)  # race: a connection is lost shortly before the process can be reaped
+        deadline = time.monotonic() + within_s
         try:
+            while time.monotonic() < deadline:
+                managed.server.check()
+                time.sleep(_POLL_S)
             managed.server.check()
         except EngineFailed as ended:
             self._restarted[name] = self._restarted.get(name, 0) + 1

@@ -428,7 +428,7 @@ def _any_ended(pool: ServerPool) -> bool:
 
     Raises EngineFailed when one has ended too often: a check in which it ended has no result.
     """
-    return sum(pool.has_ended(name) for name in pool.resident) > 0  # a sum: all of them are asked
+    return sum(pool.has_ended(name, 0.2) for name in pool.resident) > 0  # a sum: all of them are asked
 
 
 def _collect_answers(proof: Proof) -> CheckResult:
