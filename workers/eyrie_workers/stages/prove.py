@@ -43,7 +43,7 @@ from pathlib import Path
 from eyrie_api.artifacts import digest_model, read_report, write_model
 from eyrie_api.chat_template import probes
 from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
-from eyrie_api.contract.load import LoadReport, LoadSpec
+from eyrie_api.contract.load import LoadReport, LoadSpec, fewest_requests
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import TuneReport
@@ -225,8 +225,9 @@ class Proof:
             return ratios is not None and standing(ratios, level[CANDIDATE], level[BASELINE]) != "open"
 
         # A block has the fewest requests of a closed loop: pairs of short blocks are near in time.
+        repeats = max(most_pairs, -(-least // fewest_requests(load)))
         return run_load([endpoint for name in names if (endpoint := self.endpoint(name)) is not None], prompts,
-                        load_spec(self.spec, [load], 1, most_pairs, system_prompt), BASELINE,
+                        load_spec(self.spec, [load], 1, repeats, system_prompt), BASELINE,
                         lambda done, _, label: self.report_progress(done, self.current, label),
                         self.stage.pause_point, is_clear, self.pool)
 
@@ -362,7 +363,7 @@ def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     loaded = 2 * num_under_load(prove.parity_prompts, most) if most > 1 else 0
     checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts + loaded, _collect_answers)]
     for load in prove.concurrencies:
-        checks.append(_Check(_load_check(load), num_variants * max(per_variant, 2 * load * _REPEATS),
+        checks.append(_Check(_load_check(load), num_variants * max(per_variant, fewest_requests(load) * _REPEATS),
                              partial(_check_load, load=load)))
     if prove.system_prompt:
         checks.append(_Check(CHANGED_PROMPT, 2 * (prove.requests // 2 + _WARMUP_REQUESTS), _check_changed_prompt))

@@ -228,7 +228,7 @@ def test_a_level_ends_when_it_is_clear_and_the_next_is_measured(url: str, plain_
                       is_clear=is_clear)
     assert seen == [(level, pairs) for level in (1.0, 2.0) for pairs in range(1, 7)]
     assert [(level.level, level.total.completed) for level in report.levels] == [
-        (1.0, 12), (1.0, 12), (2.0, 24), (2.0, 24)]
+        (1.0, 6), (1.0, 6), (2.0, 24), (2.0, 24)]
     assert [pair.pairs for pair in report.comparisons] == [6, 6]
 
 
