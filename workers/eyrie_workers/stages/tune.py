@@ -153,8 +153,6 @@ class Tuning:
                 return
             failed = self.blocks.engine.start({
                 setting.label(): self.uses[setting.label()] for setting in race.active})
-            if OFF.label() in failed:
-                raise failed[OFF.label()]
             if not failed:
                 break
             for setting in [setting for setting in race.active if setting.label() in failed]:
@@ -163,10 +161,15 @@ class Tuning:
         resident = self.blocks.engine.num_resident
         for setting in entered if resident is None or len(race.active) <= resident else ():
             if setting in unknown:
-                self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                try:
+                    self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                except (EngineFailed, InvalidInput) as error:
+                    self._withdraw(race, setting, concurrency, error)
 
     def _withdraw(self, race: Race, setting: Setting, concurrency: int, error: EyrieError) -> None:
-        """Drop a setting that cannot be measured. Raises `error` when no setting of the drafter is left."""
+        """Drop a setting that cannot be measured. Raises `error` for off, and where the drafter has none left."""
+        if setting == OFF:
+            raise error
         race.withdraw(setting, f"could not be measured: {error.message}")
         self.stage.event("VariantDropped", f"{setting.label()} at concurrency {concurrency}: {error.message}",
                          warning=True)
@@ -196,8 +199,6 @@ class Tuning:
             try:
                 run = self.blocks.measure(setting, concurrency, temperature, rung)
             except (EngineFailed, InvalidInput) as error:
-                if setting == OFF:
-                    raise
                 self._withdraw(race, setting, concurrency, error)
                 continue
             race.record(setting, (temperature, rung), MeasuredSetting(run.tokens, run.seconds, run.rates))
