@@ -1,10 +1,11 @@
 """How often the proof decides rightly on a machine with other work: simulated on noise that is recorded first.
 
-    python -m benchmarks.decisions [--seconds 120] [--runs 400] [--out .eyrie/bench/decisions.json]
+    python -m benchmarks.decisions [--seconds 120] [--runs 400] [--out .eyrie/bench/decisions.json] [--traces FILE]
 
 Recording: a fixed piece of work, products of a matrix and a vector on all threads as in the decoding of a small target,
 is timed without a pause, on the machine as it is, next to one busy process per core, and next to processes that come
-and go. A trace is the seconds of each piece.
+and go. A trace is the seconds of each piece. Traces are kept next to the report (`decisions.traces.json`), and
+`--traces` judges kept ones in place of new ones.
 
 Simulation: a request is many pieces; with a drafter of true speed-up s it takes 1 / s of them, times a factor of the
 prompt (log-normal, the same whenever the prompt repeats). Each pair of blocks runs along a trace from a random place,
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 
 from eyrie_api.artifacts import write_atomically
+from eyrie_api.contract.load import fewest_requests
 from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.decisions.evidence import speedup_standing
@@ -128,8 +130,9 @@ def _decide(trace: Trace, speedup: float, users: int, draw: random.Random) -> tu
     # A request on the quiet machine: the fastest tenth of the pieces is taken as undisturbed.
     request = REQUEST_S / float(np.quantile(trace.seconds, 0.1))
     gain = [math.exp(draw.gauss(math.log(speedup), _PROMPT_SPREAD)) for _ in range(_PROMPTS)]
-    block, logs, by_prompt = 2 * users, list[float](), dict[int, list[float]]()
-    for pair in range(prove.most_pairs):
+    block, logs, by_prompt = fewest_requests(users), list[float](), dict[int, list[float]]()
+    most_pairs = max(prove.most_pairs, math.ceil(prove.requests / block))
+    for pair in range(most_pairs):
         asked = [number % _PROMPTS for number in range(pair * block, (pair + 1) * block)]
         took: dict[str, list[float]] = {}
         clock.jump()
@@ -144,7 +147,7 @@ def _decide(trace: Trace, speedup: float, users: int, draw: random.Random) -> tu
             standing = speedup_standing(policy, math.exp(fmean(logs)), interval)
             if standing != "open":
                 return standing, pair + 1
-    return "open", prove.most_pairs
+    return "open", most_pairs
 
 
 def _decide_before(trace: Trace, speedup: float, draw: random.Random) -> str:
@@ -191,16 +194,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of each trace")
     parser.add_argument("--runs", type=int, default=400, help="simulated proofs of each case")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/decisions.json"))
+    parser.add_argument("--traces", type=Path, help="kept by an earlier run; default: new ones are recorded")
     options = parser.parse_args()
-    traces = []
-    for kind in NEIGHBOURS:
-        trace = record(kind, options.seconds)
-        spread = pstdev(map(math.log, trace.seconds))
-        print(f"neighbours {kind}: {len(trace.seconds)} pieces, standard deviation of the logarithm {spread:.2f}, "
-              f"load average {os.getloadavg()[0]:.1f}", flush=True)
-        traces.append(trace)
-    rows = judge(traces, options.runs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.traces is None:
+        traces = [record(kind, options.seconds) for kind in NEIGHBOURS]
+        write_atomically(options.out.with_suffix(".traces.json"), json.dumps(list(map(asdict, traces))) + "\n")
+    else:
+        traces = [Trace(kept["neighbours"], tuple(kept["seconds"])) for kept in json.loads(options.traces.read_text())]
+    for trace in traces:
+        spread = pstdev(map(math.log, trace.seconds))
+        print(f"neighbours {trace.neighbours}: {len(trace.seconds)} pieces, standard deviation of the logarithm "
+              f"{spread:.2f}", flush=True)
+    rows = judge(traces, options.runs)
     write_atomically(options.out, json.dumps({
         "environment": client_environment().model_dump(mode="json"), "rows": rows}, indent=1) + "\n")
     slower = [row for row in rows if float(str(row["speedup"])) < 1.0 and float(str(row["passed"])) > 0.025]

@@ -365,6 +365,27 @@ def test_an_interval_from_slower_to_fast_enough_decides_nothing(load: LoadReport
     assert decision_reason(decision) == reason
 
 
+def on_chat(*cells: tuple[float, float, float]) -> BenchmarkReport:
+    """The speed-up on chat, with its interval, at each temperature."""
+    report = benchmark_report("a-step-1", {"chat": tuple(speed for speed, *_ in cells)})
+    return report.model_copy(update={"cells": tuple(
+        cell.model_copy(update={"prompts": 2, "speedup_interval": Interval(low=low, high=high)})
+        for cell, (_, low, high) in zip(report.cells, cells, strict=True))})
+
+
+@pytest.mark.parametrize(("candidate", "confident", "reason"), [
+    (on_chat((0.84, 0.04, 15.8)), True, "TooNoisy"), (on_chat((0.84, 0.7, 1.0)), True, "NotFaster"),
+    (on_chat((0.84, 0.04, 15.8)), False, "NotFaster"),
+    (on_chat((0.84, 0.04, 15.8), (0.9, 0.8, 1.0)), True, "NotFaster"),
+    (on_chat((0.84, 0.04, 15.8), (1.9, 1.8, 2.0)), True, "TooNoisy")],
+    ids=["two prompts", "surely slower", "without confidence", "surely slower when sampled", "faster when sampled"])
+def test_a_suite_that_is_too_short_to_show_that_it_is_slower_decides_nothing(
+        candidate: BenchmarkReport, confident: bool, reason: str) -> None:
+    decision = judge(PromotionPolicy(require_confidence=confident), candidate, suites=("chat",))
+    assert (refused(decision), decision_reason(decision)) == (["suite:chat"], reason)
+    assert ("of 2 prompts does not show" in the(decision, "suite:chat").words) == (reason == "TooNoisy")
+
+
 def test_what_is_too_noisy_says_what_disturbed_it_and_what_would_be_enough() -> None:
     proof = proof_of(STEADY, noisy(1.2, 0.9, 1.6)).model_copy(update={"disturbed": "other work used 40 %"})
     words = the(decide(PromotionPolicy(), STEADY, None, SUITES, proof), "load:1").words

@@ -116,9 +116,11 @@ REASONS = (
            "Apply the endpoint under another name."),
     Reason("TooNoisy", "job: `Promoted=False`; history",
            "The drafter is not shown to be faster and not shown to be slower: at a declared load the interval holds "
-           "both after `prove.most_pairs` pairs of blocks. What served goes on serving.",
+           "both after `prove.most_pairs` pairs of blocks, or a required suite is too short to show that it is slower "
+           "there. What served goes on serving.",
            "The message says what else ran on the machine and how many pairs would be enough. Measure again when it is "
-           "quiet (`eyrie retry JOB --from prove`), or submit the job with a larger `prove.most_pairs`."),
+           "quiet (`eyrie retry JOB --from prove`), or submit the job with a larger `prove.most_pairs`; for a suite, "
+           "with a larger `max_prompts`."),
     Reason("TrafficDrifted", "endpoint: history",
            "Acceptance stayed below `promotion.drift.ratio` of the proven one for several windows in a row.",
            "Start the job that the entry offers (`data.job`); with `promotion.drift.action: retrain` it is started by "

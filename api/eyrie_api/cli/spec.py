@@ -88,7 +88,7 @@ def certification(job: JobSpec, *, promote: bool) -> JobSpec:
         ("promotion", "mode", "auto" if promote else "never"), ("serve", "enabled", promote)]
     if job.target.model == QUICKSTART and job.engine.kind == "embedded":
         fields += [("tune", "budget_s", _SHIPPED_BUDGET_S), ("tune", "num_steps", [2, 3, 4, 5]), ("tune", "top_k", [1]),
-                   ("tune", "max_prompts", 8), ("prove", "requests", 16), ("prove", "most_pairs", 30),
+                   ("tune", "max_prompts", 8), ("prove", "requests", 16), ("prove", "most_pairs", 60),
                    ("prove", "max_new_tokens", 64),
                    ("prove", "parity_prompts", 8), ("benchmark", "warmup_prompts", 1)]
         if "suites" not in job.benchmark.model_fields_set:

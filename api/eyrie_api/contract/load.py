@@ -38,8 +38,8 @@ class LoadSpec(Frozen):
     ones have completed."""
 
     requests: int = Field(32, ge=1, le=1_000_000)
-    """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop sends at
-    least two per user."""
+    """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop of several
+    users sends at least two per user."""
 
     repeats: int = Field(1, ge=1, le=10_000)
     """Interleaved blocks per level; the order of the variants alternates. The proof ends a level earlier when it is
@@ -62,6 +62,12 @@ class LoadSpec(Frozen):
         if not self.concurrencies and not self.rates_per_s:
             raise ValueError("load has no level: give concurrencies (closed loop) or rates_per_s (open loop)")
         return self
+
+
+def fewest_requests(users: int) -> int:
+    """Of a block in a closed loop. One user is at its concurrency all the time; of several, each sends two, because one
+    would only be ramp-up."""
+    return 1 if users == 1 else 2 * users
 
 
 class Quantiles(Frozen):

@@ -406,7 +406,9 @@ class TuneCell(Frozen):
     tokens_per_s: float
     speedup: float
     speedup_by_temperature: dict[str, float]
-    speedup_interval: Interval
+    speedup_interval: Interval | None = None
+    """None where it was measured on too few blocks or prompts for one."""
+
     identical: int
     prompts: int
 

@@ -6,7 +6,8 @@ Checks of the benchmark, measured in the reference engine:
 
 1. `identical`: every output equals the target's, or differs by near-ties alone (`require_identical`,
    `decisions.near_ties`).
-2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`).
+2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`). One
+   below it whose interval reaches it is undecided (`require_confidence`): its prompts are too few.
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
    Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable, on the same
@@ -269,11 +270,17 @@ def _beats_no_drafter(policy: PromotionPolicy, candidate: BenchmarkReport, suite
     if not cells:
         return PromotionCheck(name=name, passed=False, bound=bound, words=f"{suite}: required, but not measured")
     slowest = min(cells, key=lambda cell: cell.speedup)
-    ok = slowest.speedup >= bound
+    ok, interval = slowest.speedup >= bound, slowest.speedup_interval
+    # One temperature at which it is surely too slow is enough to refuse.
+    undecided = not ok and policy.require_confidence and all(
+        cell.speedup >= bound or cell.speedup_interval.high >= bound for cell in cells)
     words = (f"{suite}: {slowest.speedup:.2f}x over no drafter at temperature {slowest.temperature:g}, its slowest, "
              f"{_sign(ok)} the required {bound:.2f}x")
-    return PromotionCheck(name=name, passed=ok, figure=slowest.speedup, bound=bound,
-                          interval=slowest.speedup_interval, words=words)
+    if undecided:
+        words += (f", which its interval [{interval.low:.2f}, {interval.high:.2f}] of {slowest.prompts} prompts does "
+                  "not show: too noisy to decide, raise the suite's max_prompts")
+    return PromotionCheck(name=name, passed=ok, figure=slowest.speedup, bound=bound, interval=interval,
+                          undecided=undecided, words=words)
 
 
 def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport,

@@ -22,6 +22,7 @@ from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.load import fewest_requests
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import StagePlan, StoreUse
@@ -188,7 +189,7 @@ def _proof(work: PlannedWork, rates: Rates, pairs: int) -> StagePlan:
     variants = 2 + work.job.rivals_to_tune
 
     def tokens(users: int, least: int, pairs: int) -> int:
-        block = 2 * users  # two requests per user
+        block = fewest_requests(users)
         return max(math.ceil(least / block), min(pairs, prove.most_pairs)) * block * prove.max_new_tokens
 
     together = variants * sum(tokens(load, prove.requests, pairs) for load in prove.concurrencies if load > 1)

@@ -85,7 +85,7 @@ def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKST
             tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
             max_new_tokens=48 if short else 96, warmup_prompts=1,
         ),
-        prove=ProveSpec(concurrencies=(1, 4), requests=8 if short else 16, most_pairs=20 if short else 50,
+        prove=ProveSpec(concurrencies=(1, 4), requests=8 if short else 16, most_pairs=40 if short else 100,
                         max_new_tokens=48 if short else 64, parity_prompts=4 if short else 8),
         # Predictions cost the same for a wide grid; the races are what takes time.
         tune=TuneSpec(num_steps=deepest, top_k=(1,) if short else (1, 2), num_draft_tokens=(10,),

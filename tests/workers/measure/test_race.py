@@ -2,6 +2,7 @@
 
 import math
 import random
+from statistics import fmean
 
 import pytest
 
@@ -43,7 +44,9 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
             hard = chance.gauss(0, 0.3)  # shared by all variants: prompts differ in length and ease
             for setting in list(race.active):
                 seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
-                race.record(setting, (temperature, rung), MeasuredSetting(100, seconds))
+                # Of two answers per block the prompts are new in every rung.
+                rates = {(f"{rung}/{answer}", f"{rung}/{answer} (0)"): 100 / seconds for answer in range(2)}
+                race.record(setting, (temperature, rung), MeasuredSetting(100, seconds, rates))
         race.drop()
         if race.decided:
             return rung + 1
@@ -118,15 +121,16 @@ def test_a_setting_that_changed_an_answer_does_not_win_over_a_lossless_one() -> 
     assert race.best_drafted("drafter") == tree(5)
 
 
-def test_noise_of_a_tenth_leaves_the_choice_within_two_percent_of_the_best() -> None:
+def test_noise_of_a_tenth_costs_less_than_half_a_percent_on_average() -> None:
     """With right predictions: what the race adds must not make it worse than they are."""
     true = {OFF: 1.0} | {chain(steps): 2.0 - 0.04 * abs(steps - 5) for steps in range(1, 10)}
-    worst = 1.0
+    reached = []
     for seed in range(20):
         race = race_of(true, most_trials=5)
         run(race, true, noise=0.1, seed=seed)
-        worst = min(worst, true[race.leader()] / 2.0)
-    assert worst >= 0.98
+        reached.append(true[race.leader()] / 2.0)
+    assert fmean(reached) >= 0.995
+    assert min(reached) >= 0.95
 
 
 def test_trials_and_budget_leave_room_for_a_baseline_and_a_leader() -> None:
@@ -150,6 +154,26 @@ def test_a_setting_that_cannot_be_measured_is_not_admitted_again() -> None:
     race.withdraw(chain(5), "could not start: out of memory")
     assert race.admit(2, [chain(5)]) == [chain(1)]
     assert race.reasons == {chain(5): "could not start: out of memory"}
+
+
+def test_a_setting_that_cannot_be_measured_uses_no_trial_even_after_its_first_blocks() -> None:
+    race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 1.95}, most_trials=2)
+    run(race, dict.fromkeys(race.predictions, 1.0), rungs=1)
+    race.withdraw(chain(5), "its server ended 4 times")
+    assert race.admit(9) == [tree(5)]
+    assert chain(5) not in race.blocks
+
+
+def test_a_setting_that_is_slower_on_every_rung_of_few_prompts_stays_since_other_prompts_may_differ() -> None:
+    for prompts, stays in ((2, True), (16, False)):
+        race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 1.95})
+        race.admit(9)
+        for rung in range(8):
+            for setting, speed in ((OFF, 1.0), (chain(5), 2.0 + rung / 100), (tree(5), 1.5)):
+                rates = {(str(number % prompts), str(number)): 100 * speed for number in (2 * rung, 2 * rung + 1)}
+                race.record(setting, (0.0, rung), MeasuredSetting(100, 1.0 / speed, rates))
+        assert race.drop() == ([] if stays else [tree(5)])
+        assert (race.interval(tree(5), chain(5)) is None) == stays
 
 
 def test_settings_that_replace_each_other_answer_all_blocks_at_once_with_off_before_and_after_them() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.contract.model import Interval
 from eyrie_workers.measure.intervals import (
     Tally,
     acceptance_interval,
@@ -14,8 +15,7 @@ from eyrie_workers.measure.intervals import (
     add_histograms,
     anytime_interval,
     conditional_acceptance,
-    mean_speed_ratio,
-    speed_interval,
+    ratio_interval,
     speed_ratio,
     student_quantile,
 )
@@ -27,6 +27,10 @@ def synthetic(rng: np.random.Generator, num: int, truth: float, spread: float = 
     """Prompts of one length whose seconds scatter log-normally; the population's ratio of rates is `truth`."""
     noise = rng.normal(0.0, spread, size=num) - spread**2 / 2  # mean of exp(noise) is 1
     return [Tally(100, float(np.exp(e)) / truth, 100, 1.0) for e in noise]
+
+
+def interval_of(tallies: list[Tally], seed: int = 0) -> Interval:
+    return ratio_interval(speed_ratio(tallies), np.array(tallies), seed)
 
 
 def test_tau_counts_the_bonus_token() -> None:
@@ -67,26 +71,25 @@ def test_a_ratio_weighs_prompts_by_their_work_not_by_their_number() -> None:
 def test_the_interval_holds_the_estimate_and_collapses_when_all_prompts_agree(
         seconds: list[float], ratio: float, seed: int) -> None:
     tallies = [Tally(10, s, 10, s * ratio) for s in seconds]
-    interval = speed_interval([tallies], seed)
+    interval = interval_of(tallies, seed)
     assert interval.low == pytest.approx(ratio)
     assert interval.high == pytest.approx(ratio)
 
 
 def test_the_interval_is_the_same_for_the_same_seed() -> None:
     tallies = synthetic(np.random.default_rng(1), 8, 2.0)
-    assert speed_interval([tallies], 7) == speed_interval([tallies], 7)
-    assert speed_interval([tallies], 7) != speed_interval([tallies], 8)
+    assert interval_of(tallies, 7) == interval_of(tallies, 7)
+    assert interval_of(tallies, 7) != interval_of(tallies, 8)
 
 
 def test_one_prompt_has_no_interval_to_speak_of() -> None:
-    interval = speed_interval([[Tally(10, 1.0, 10, 3.0)]])
+    interval = interval_of([Tally(10, 1.0, 10, 3.0)])
     assert interval.low == interval.high == pytest.approx(3.0)
 
 
-def test_groups_of_different_prompts_cannot_be_resampled_together() -> None:
-    one = Tally(1, 1.0, 1, 1.0)
-    with pytest.raises(ValueError, match="resampled together"):
-        speed_interval([[one], [one, one]])
+def test_a_prompt_without_tokens_does_not_count() -> None:
+    assert interval_of([Tally(10, 1.0, 10, 3.0), Tally(10, 1.0, 10, 2.0)]) == ratio_interval(
+        2.5, np.array([Tally(10, 1.0, 10, 3.0), Tally(10, 1.0, 10, 2.0), Tally(0, 1.0, 10, 2.0)]))
 
 
 @pytest.mark.parametrize("num", [2, 4, 8, 24])
@@ -95,17 +98,9 @@ def test_the_95_percent_interval_covers_the_truth_about_95_times_in_a_hundred(nu
     truth, trials = 2.5, 400
     covered = sum(
         interval.low <= truth <= interval.high
-        for interval in (speed_interval([synthetic(rng, num, truth)], seed=i) for i in range(trials)))
+        for interval in (interval_of(synthetic(rng, num, truth), i) for i in range(trials)))
     # 400 trials at 95 %: standard error 1.1 points. A percentile interval covers at most 50 % at 2 prompts, 87 % at 4.
     assert 0.915 <= covered / trials <= 0.985
-
-
-def test_pairing_makes_the_interval_of_a_mean_over_temperatures_follow_shared_difficulty() -> None:
-    easy_and_hard = synthetic(np.random.default_rng(3), 12, 2.0)
-    together = speed_interval([easy_and_hard, easy_and_hard], 0)
-    alone = speed_interval([easy_and_hard], 0)
-    assert together.high - together.low == pytest.approx(alone.high - alone.low)
-    assert mean_speed_ratio([easy_and_hard, easy_and_hard]) == pytest.approx(speed_ratio(easy_and_hard))
 
 
 def test_student_quantiles_equal_the_printed_tables() -> None:

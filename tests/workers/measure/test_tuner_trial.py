@@ -38,8 +38,8 @@ def test_the_grid_is_measured_whole_and_the_finalists_on_blocks_of_their_own(
     assert needed_table(report.needed).splitlines()[2].startswith("| 2 | 2 | ")
     work = tmp_path / "report.work"
     grid, finalists = ((work / name).read_text().count("\n") - 1 for name in (GRID, FINALISTS))
-    assert grid == len(settings) * 4
-    assert finalists % 12 == 0
+    assert grid == len(settings) * 5
+    assert finalists % 30 == 0  # two prompts have no interval, so all parts are measured
     again = run(spec, tmp_path / "report.json")  # everything is in the ledgers
     assert again.grid == report.grid
     assert again.verdicts == report.verdicts

@@ -20,10 +20,21 @@ from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_api.decisions.promotion import decide
 from eyrie_workers.catalog import command
 from eyrie_workers.data.suites import Prompt
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure.parity import Served
-from eyrie_workers.sglang.servers import ServerPlan, ServerPool
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
-from eyrie_workers.stages.prove import FIXED, prove, record_answers, select_use, tuned_rival, variants_to_compare
+from eyrie_workers.stages.prove import (
+    FIXED,
+    RIVAL,
+    CheckResult,
+    Proof,
+    prove,
+    record_answers,
+    select_use,
+    tuned_rival,
+    variants_to_compare,
+)
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -227,3 +238,33 @@ def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> Non
     with pytest.raises(Interrupted):
         ServerPool(plan, {"off": DrafterUse()}, tmp_path / "variants", stage, capacity=1).make_ready(["off"])
     assert servers_of(tmp_path) == []
+
+
+def test_a_server_that_ends_is_started_again_when_it_is_flushed_and_a_rival_that_cannot_start_is_left_out(
+        tmp_path: Path) -> None:
+    spec, stage = spec_in(tmp_path, tuned(None)), Stage(tmp_path, quiet=True)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text((Path(spec.drafter_dir) / "config.json").read_text())
+    uses = {"off": DrafterUse(), RIVAL: DrafterUse(drafter_dir=str(damaged), setting=CHAIN)}
+    history = ServerHistory(tmp_path, "d")
+    pool = ServerPool(ServerPlan("embedded", spec.target, 2), uses, tmp_path / "variants", stage, history, capacity=1)
+    proof = Proof(spec, stage, pool.plan, uses, [], JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), history,
+                  pool=pool)
+    try:
+        before = pool.flushed("off")
+        assert pool.flushed("off") == before
+        assert not pool.has_ended("off")
+        [server] = servers_of(tmp_path)
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: pool.server("off").server.process.poll() is not None, "it has ended")
+        assert pool.flushed("off") != before
+        [server] = servers_of(tmp_path)
+        os.kill(server, signal.SIGKILL)
+        assert pool.has_ended("off")
+        assert (pool.resident, history.restarts) == ((), 2)
+        assert proof.endpoint(RIVAL) is None
+        assert list(proof.uses) == ["off"]
+        assert "RivalFailed" in (tmp_path / "events.jsonl").read_text()
+    finally:
+        pool.stop()

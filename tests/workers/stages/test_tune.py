@@ -14,6 +14,8 @@ from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.stages import RivalDrafter, TuneStage
 from eyrie_api.contract.tuning import OFF
 from eyrie_workers.catalog import command
+from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
+from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.measure.tuner.operating import possible_settings
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
@@ -133,3 +135,29 @@ def test_a_grid_without_any_possible_shape_is_refused(tmp_path: Path) -> None:
     directory = prepare(tmp_path, spec.model_copy(update={"tune": impossible}))
     assert run_here(directory) == 65
     assert "num_draft_tokens" in json.loads((directory / "failure.json").read_text())["hint"]
+
+
+@pytest.mark.parametrize("ends_after", [0, 3], ids=["warming up", "in a rung"])
+def test_a_setting_whose_server_ends_while_it_is_raced_is_dropped_with_its_reason_and_uses_no_trial(
+        ends_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, failing, calls = EmbeddedEngine.generate, list[str](), list[str]()
+
+    def generate(engine: EmbeddedEngine, variant: str, *arguments: Any, **options: Any) -> EngineRun:
+        if "/" in variant and not failing:  # the first setting that drafts
+            failing.append(variant)
+        calls.append(variant)
+        if variant in failing and calls.count(variant) > ends_after and options.get("truncate"):
+            raise EngineFailed("its server ended 4 times", "read its log")
+        return answer(engine, variant, *arguments, **options)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2, max_new_tokens=4)[1])
+    directory = prepare(tmp_path, spec.model_copy(update={
+        "tune": spec.tune.model_copy(update={"top_k": (1, 2), "ngram": False})}))
+    assert run_here(directory) == 0
+    report = report_of(directory)
+    dropped = [trial for trial in report.trials if trial.setting.label() in failing]
+    assert {(trial.speedup, trial.reason) for trial in dropped} == {
+        (None, "could not be measured: its server ended 4 times")}
+    assert report.winner.label() not in failing
+    assert "VariantDropped" in (directory / "events.jsonl").read_text()

@@ -102,6 +102,10 @@ class ServerProcess(ABC):
     def phase(self) -> str:
         """How far it has come while it starts."""
 
+    @abstractmethod
+    def flush(self) -> None:
+        """Forget earlier requests: cached prefixes and the texts of n-gram look-up. Raises EngineFailed."""
+
     def last_error(self) -> str:
         """From the log, once it has ended."""
         return last_lines(self.log_file)
@@ -178,6 +182,9 @@ class EngineProcess(ServerProcess):
     def phase(self) -> str:
         """A small model: the engine logs no phases of its start."""
         return "ready" if self.ready() else "loading"
+
+    def flush(self) -> None:
+        """Nothing to do: the engine shares no prefixes, and its n-gram look-up reads the text of the request alone."""
 
 
 def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:

@@ -17,7 +17,7 @@ formula counts whether *any* child of the accepted node continued the path.
 
 Speed. A variant's speed is all its tokens over all its seconds; a speed-up is the ratio of two variants that answered
 the same prompts, interleaved. Its uncertainty comes from the choice of prompts, so prompts are resampled, both variants
-and all temperatures of a prompt together (a paired bootstrap).
+of a prompt together (a paired bootstrap).
 
 Small samples. A percentile bootstrap cannot leave the range of its prompts: with four of them it covers at most
 1 - 2 * 2**-4 = 87 %, and a demonstration has four. Instead the bootstrap gives the standard error of the logarithm of
@@ -36,11 +36,10 @@ arXiv:1807.09077, and Wang and Ramdas, arXiv:2310.03722). Exact for normal obser
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, zip_longest
 from statistics import fmean, stdev
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,8 +63,7 @@ _MOST_DRAWS = 4_000_000  # in memory at once: 32 MB, whatever the number of prom
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """Tokens and seconds of both variants for one prompt at one temperature (sums over repeats)."""
 
     tokens: int
@@ -97,36 +95,18 @@ def speed_ratio(tallies: Sequence[Tally]) -> float:
     return drafted / (sum(t.baseline_tokens for t in tallies) / sum(t.baseline_seconds for t in tallies))
 
 
-def mean_speed_ratio(groups: Sequence[Sequence[Tally]]) -> float:
-    """Mean over groups (temperatures, suites) of each group's ratio."""
-    return sum(speed_ratio(group) for group in groups) / len(groups)
+def ratio_interval(value: float, fields: FloatArray, seed: int = 0) -> Interval:
+    """95 % interval of a ratio of two quotients of sums, prompts resampled. With a single prompt it is the point.
 
-
-def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval:
-    """95 % interval of `mean_speed_ratio`, prompts resampled.
-
-    `groups[g][i]` is prompt i in group g: every group must have the same prompts in the same order, because a prompt
-    that is easy to draft at one temperature tends to be easy at the other. Raises ValueError otherwise.
-
-    A bootstrap over prompts: one draw of prompts is used for all groups, and both variants of a prompt stay paired.
+    value    the ratio, over all prompts
+    fields   [N, 4]   each prompt's tokens and seconds (or such) in one variant and in the other. A prompt without
+                      tokens has no rate and does not count.
     """
-    num_prompts = len(groups[0])
-    if any(len(group) != num_prompts for group in groups):
-        raise ValueError(f"groups of {[len(g) for g in groups]} prompts cannot be resampled together")
-    if num_prompts == 1:
-        value = mean_speed_ratio(groups)
+    fields = fields[(fields > 0).all(axis=1)]
+    if len(fields) < 2:
         return Interval(low=value, high=value)
-    # [N, G * 4]: a row has all groups of one prompt, so they are drawn together.
-    fields: FloatArray = np.array(
-        [[value for t in tallies for value in (t.tokens, t.seconds, t.baseline_tokens, t.baseline_seconds)]
-         for tallies in zip(*groups, strict=True)], dtype=np.float64)
-
-    def ratio(sums: FloatArray) -> FloatArray:
-        by_group = sums.reshape(-1, len(groups), 4)
-        ratios = (by_group[..., 0] / by_group[..., 1]) / (by_group[..., 2] / by_group[..., 3])
-        return ratios.mean(axis=1)
-
-    return interval_around(mean_speed_ratio(groups), standard_error(fields, ratio, seed), num_prompts)
+    error = standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
+    return interval_around(value, error, len(fields))
 
 
 def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatArray], seed: int = 0) -> float:

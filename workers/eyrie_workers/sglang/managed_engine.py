@@ -2,8 +2,9 @@
 
 An idle server uses memory and no processor time, so resident servers do not disturb the one that is measured. Before
 each run the server's prefix cache and the texts of its n-gram lookup are flushed: a repeated prompt would otherwise be
-free, and n-gram lookup would find its own earlier answer. A server that ends during a run is started again and the run
-is repeated (`servers.ServerPool`).
+free, and n-gram lookup would find its own earlier answer. A server that has just started answers the beginning of the
+first requests before they are measured. One that ends during a run is started again and the run is repeated
+(`servers.ServerPool`).
 
 Requests go to SGLang's native `/generate`, several at a time, as a closed loop. It takes and returns token ids, and its
 `meta_info` has the histogram of accepted lengths of the request. It is read as a stream, whose chunks are cumulative:
@@ -20,7 +21,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ _CONNECT_TIMEOUT_S = 30.0
 _SILENCE_TIMEOUT_S = 600.0
 """Between two chunks of a stream: the prefill of a long prompt behind others takes long on a CPU."""
 
+_WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 _LINE_BYTES = 8 * 2**20
 """Longest line of a stream: cumulative token ids of a long answer."""
 
@@ -172,6 +174,7 @@ class SglangEngine:
         """
         self._plan, self._stage, self._history = plan, stage, history
         self._asked = False
+        self._warm: dict[str, SglangServer] = {}
         self._on_cpu = (plan.machine or detect_hardware()).platform == "cpu"
         self._context_length = shared_context_length(plan, possible)
         self._pool = ServerPool(plan, possible, directory, stage, history)
@@ -212,6 +215,11 @@ class SglangEngine:
                 if not self._asked:
                     self._history.note_version(variant, server.version())
                     self._asked = True
+                if self._warm.get(variant) is not server:
+                    short = [replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
+                             for request in requests[:concurrency]]
+                    generate(server.url, short, concurrency, self._context_length, truncate=False)
+                    self._warm[variant] = server
                 server.flush()
                 cpu = server.cpu_seconds()
                 answers, seconds = generate(server.url, requests, concurrency, self._context_length, truncate=truncate)

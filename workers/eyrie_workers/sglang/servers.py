@@ -25,7 +25,13 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
-from eyrie_workers.engines.process import EngineCommand, ServerProcess, batch_size_schedule, start_engine
+from eyrie_workers.engines.process import (
+    EngineCommand,
+    EngineFailed,
+    ServerProcess,
+    batch_size_schedule,
+    start_engine,
+)
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
@@ -55,6 +61,8 @@ MOST_RESTARTS = 3
 
 HISTORY = "servers.jsonl"
 _POLL_S = 0.2
+_REAPED_S = 1.0
+"""A connection is lost before the process can be reaped: its threads end one after the other."""
 _PORT_TAKEN = "ddress already in use"
 
 DrafterUses = dict[str, DrafterUse]
@@ -325,26 +333,51 @@ class ServerPool:
         self._servers[name] = self._servers.pop(name)  # now the last one used
         return self._servers[name]
 
-    def recover(self, name: str, error: EyrieError) -> None:
-        """Replace the server of a variant after `error` if its process has ended.
+    def flushed(self, name: str) -> str:
+        """The URL of a variant's ready server, up to and including /v1, which has forgotten all requests so far.
 
-        Raises `error` when the process runs, or has ended too often.
+        A server that has ended is replaced. Raises EngineFailed.
         """
-        server = self._servers.get(name)
-        if server is None:
-            raise error
+        while True:
+            managed = self.server(name)
+            try:
+                managed.server.check()
+                managed.server.flush()
+                return managed.url
+            except EngineFailed as error:
+                self.recover(name, error)
+
+    def has_ended(self, name: str, within_s: float = _REAPED_S) -> bool:
+        """Whether the server of a variant has ended; it is discarded, and another starts when it is next used.
+
+        Raises EngineFailed when it has ended too often.
+        """
+        managed = self._servers.get(name)
+        if managed is None:
+            return False
+        deadline = time.monotonic() + within_s
         try:
-            time.sleep(_POLL_S)  # race: a connection is lost shortly before the process can be reaped
-            server.server.check()
-        except EyrieError as ended:
+            while time.monotonic() < deadline:
+                managed.server.check()
+                time.sleep(_POLL_S)
+            managed.server.check()
+        except EngineFailed as ended:
             self._restarted[name] = self._restarted.get(name, 0) + 1
             self.discard(name)
             if self._restarted[name] > MOST_RESTARTS:
-                raise type(ended)(f"variant {name} ended {self._restarted[name]} times; last: {ended.message}",
-                                  ended.hint) from error
+                raise EngineFailed(f"variant {name} ended {self._restarted[name]} times; last: {ended.message}",
+                                   ended.hint) from ended
             self.note_end(name, ended.message)
-            return
-        raise error
+            return True
+        return False
+
+    def recover(self, name: str, error: EyrieError) -> None:
+        """Replace the server of a variant after `error` if its process has ended.
+
+        Raises `error` when the process runs, EngineFailed when it has ended too often.
+        """
+        if not self.has_ended(name):
+            raise error
 
     def note_end(self, name: str, message: str) -> None:
         """Record, and report, that the server of a variant ended and is replaced."""

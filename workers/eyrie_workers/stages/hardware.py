@@ -98,7 +98,7 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
     try:
         return measure_in_turn(list(uses), ready, prompts, spec.load, next(iter(uses)),
                                lambda done, total, label: stage.progress(done, total, "requests", label),
-                               stage.pause_point)
+                               stage.pause_point, pool)
     finally:
         pool.stop()
 

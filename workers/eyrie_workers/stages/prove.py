@@ -27,8 +27,9 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`sglang.servers`). A check during which a server ends is
-repeated once with a new one; the report counts these restarts.
+stage resumes. The servers exit with the stage (`sglang.servers`), and are flushed and warm before each block of a load
+test. A block, and a check of answers, during which a server ends is repeated once with a new one; the report counts
+these restarts.
 """
 
 import itertools
@@ -42,7 +43,7 @@ from pathlib import Path
 from eyrie_api.artifacts import digest_model, read_report, write_model
 from eyrie_api.chat_template import probes
 from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
-from eyrie_api.contract.load import LoadReport, LoadSpec
+from eyrie_api.contract.load import LoadReport, LoadSpec, fewest_requests
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import TuneReport
@@ -55,7 +56,7 @@ from eyrie_api.decisions.evidence import (
     no_slowdown_standing,
     speedup_standing,
 )
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_api.planning.target_config import computed_by_reference
 from eyrie_workers.data.suites import Prompt, select
@@ -182,8 +183,22 @@ class Proof:
         assert self.pool is not None
         return self.pool.server(name)
 
-    def endpoint(self, name: str) -> LoadEndpoint:
-        return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
+    def endpoint(self, name: str) -> LoadEndpoint | None:
+        """None for a variant that cannot start, and is left out from here on."""
+        try:
+            return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
+        except (EngineFailed, InvalidInput) as error:
+            self.leave_out(name, error)
+            return None
+
+    def leave_out(self, name: str, error: EyrieError) -> None:
+        """Raises `error` for a variant without which there is no proof."""
+        if name not in (INCUMBENT, RIVAL):
+            raise error
+        self.stage.event("IncumbentFailed" if name == INCUMBENT else "RivalFailed",
+                         f"the {name}'s server cannot start, so the candidate is not compared with it under load: "
+                         f"{error.message}", warning=True)
+        del self.uses[name]
 
     def report_progress(self, done: int, total: int, message: str) -> None:
         share = min(1.0, done / max(1, total))
@@ -200,7 +215,7 @@ class Proof:
         if self.pool.capacity < len(names):
             return run_load_in_turn(names, self.endpoint, prompts, load_spec(
                 self.spec, [load], max(1, least // _REPEATS), _REPEATS, system_prompt), BASELINE, self.report_progress,
-                self.stage.pause_point)
+                self.stage.pause_point, self.pool)
 
         def is_clear(levels: Sequence[LevelResults]) -> bool:
             level = {results.variant: results for results in levels}
@@ -209,11 +224,12 @@ class Proof:
             ratios = paired_ratios(level[CANDIDATE], level[BASELINE])
             return ratios is not None and standing(ratios, level[CANDIDATE], level[BASELINE]) != "open"
 
-        # A block has two requests per user, the fewest of a closed loop: pairs of short blocks are near in time.
-        return run_load([self.endpoint(name) for name in names], prompts,
-                        load_spec(self.spec, [load], 1, most_pairs, system_prompt), BASELINE,
+        # A block has the fewest requests of a closed loop: pairs of short blocks are near in time.
+        repeats = max(most_pairs, -(-least // fewest_requests(load)))
+        return run_load([endpoint for name in names if (endpoint := self.endpoint(name)) is not None], prompts,
+                        load_spec(self.spec, [load], 1, repeats, system_prompt), BASELINE,
                         lambda done, _, label: self.report_progress(done, self.current, label),
-                        self.stage.pause_point, is_clear)
+                        self.stage.pause_point, is_clear, self.pool)
 
 
 def prove(spec: ProveStage, stage: Stage) -> Result:
@@ -347,7 +363,7 @@ def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     loaded = 2 * num_under_load(prove.parity_prompts, most) if most > 1 else 0
     checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts + loaded, _collect_answers)]
     for load in prove.concurrencies:
-        checks.append(_Check(_load_check(load), num_variants * max(per_variant, 2 * load * _REPEATS),
+        checks.append(_Check(_load_check(load), num_variants * max(per_variant, fewest_requests(load) * _REPEATS),
                              partial(_check_load, load=load)))
     if prove.system_prompt:
         checks.append(_Check(CHANGED_PROMPT, 2 * (prove.requests // 2 + _WARMUP_REQUESTS), _check_changed_prompt))
@@ -376,12 +392,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
                             "others")
             else:
                 for name, error in pool.make_ready(list(uses)).items():
-                    if name not in (INCUMBENT, RIVAL):
-                        raise error
-                    stage.event("IncumbentFailed" if name == INCUMBENT else "RivalFailed",
-                                f"the {name}'s server cannot start, so the candidate is not compared with it under "
-                                f"load: {error.message}", warning=True)
-                    del uses[name]
+                    proof.leave_out(name, error)
                 stage.event("ServersReady", f"{len(uses)} servers of the {proof.spec.engine.kind} engine answer: "
                             + ", ".join(f"{name} ({describe_use(use)})" if name != BASELINE else name
                                         for name, use in uses.items()))
@@ -400,33 +411,25 @@ def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
     nothing about the drafter."""
     try:
         result = check.run(proof)
-    except (EngineFailed, EndpointUnusable) as error:
-        _recover(pool, error)
+    except (EngineFailed, EndpointUnusable):
+        _any_ended(pool)
     else:
-        if not _recover(pool, EngineFailed("the server ended during the check", "read its log")):
+        if not _any_ended(pool):
             return result
     proof.last_try = True
     try:
         return check.run(proof)
     finally:
         proof.last_try = False
-        _recover(pool, EngineFailed("the server ended during the check again", "read its log"))
+        _any_ended(pool)
 
 
-def _recover(pool: ServerPool, error: EyrieError) -> bool:
-    """Discard the servers that have ended, so that they are started when they are next used; whether there were any.
+def _any_ended(pool: ServerPool) -> bool:
+    """Whether servers have ended; they are started again when they are next used.
 
     Raises EngineFailed when one has ended too often: a check in which it ended has no result.
     """
-    ended = False
-    for name in pool.resident:
-        try:
-            pool.recover(name, error)
-            ended = True
-        except (EngineFailed, EndpointUnusable):
-            if name not in pool.resident:
-                raise  # otherwise `error` again: this server runs
-    return ended
+    return sum(pool.has_ended(name, 0.2) for name in pool.resident) > 0  # a sum: all of them are asked
 
 
 def _collect_answers(proof: Proof) -> CheckResult:

@@ -32,13 +32,13 @@ from pathlib import Path
 from statistics import fmean
 
 from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
-from eyrie_api.contract.model import Interval
 from eyrie_api.contract.reports import TuneCell, TuneReport
 from eyrie_api.contract.stages import TuneStage
 from eyrie_api.contract.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, Transient, UnsupportedTarget
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
+from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.blocks import (
     BlockRun,
@@ -64,7 +64,7 @@ from eyrie_workers.measure.benchmark.session import (
     uses_of,
 )
 from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
-from eyrie_workers.measure.intervals import acceptance_length, add_histograms
+from eyrie_workers.measure.intervals import FEWEST_PAIRS, acceptance_length, add_histograms
 from eyrie_workers.measure.tuner import operating
 from eyrie_workers.measure.tuner import profile as profiling
 from eyrie_workers.measure.tuner.anchors import anchors
@@ -80,7 +80,6 @@ PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
 RIVAL = "rival"  # folder of the rival's ledgers
-_FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
 _FEWEST_RACERS = 4  # off, the drafter's best and two rivals, also where fewer servers fit the memory
 _RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
 
@@ -112,8 +111,8 @@ class Tuning:
         by_speed = sorted(predictions.values(), key=lambda prediction: -prediction.speedup)
         rung_tokens = (block_size(concurrency) * self.profile.tokens_per_answer * len(self.spec.tune.temperatures))
         costs = [rung_tokens / prediction.tokens_per_s for prediction in [predictions[OFF], *by_speed]]
-        # Half of the budget for the first rung leaves a second one, without which there is no interval.
-        affordable = within_budget(costs, budget_s / 2)
+        # Fewer rungs have no interval.
+        affordable = within_budget(costs, budget_s / FEWEST_PAIRS)
         resident = self.profile.num_resident
         if resident is not None:
             # Settings beyond those that are ready at once would replace each other in every rung.
@@ -129,8 +128,10 @@ class Tuning:
             if dropped:
                 self.stage.event("Dropped", f"at concurrency {concurrency}: " + "; ".join(
                     f"{setting.label()} {race.reasons[setting]}" for setting in dropped))
-            # The next rung is assumed to take as long as this one.
-            if race.decided or rung >= most_rungs or spent + seconds > budget_s:
+            # The next rung is assumed to take as long as this one. Where none of the drafter could be measured, another
+            # of its settings is tried.
+            if race.best_drafted("drafter") is not None and (
+                    race.decided or rung >= most_rungs or spent + seconds > budget_s):
                 break
         self.spent_s += spent
         leader = race.leader()
@@ -152,37 +153,55 @@ class Tuning:
                 return
             failed = self.blocks.engine.start({
                 setting.label(): self.uses[setting.label()] for setting in race.active})
-            if OFF.label() in failed:
-                raise failed[OFF.label()]
             if not failed:
                 break
             for setting in [setting for setting in race.active if setting.label() in failed]:
-                error = failed[setting.label()]
-                race.withdraw(setting, f"could not start: {error.message}")
-                self.stage.event("VariantDropped", f"{setting.label()} at concurrency {concurrency}: {error.message}",
-                                 warning=True)
-                if not any(other.method == "drafter" and other not in race.reasons for other in self.settings):
-                    raise error
-        for setting in entered:
+                self._withdraw(race, setting, concurrency, failed[setting.label()])
+        # Servers that replace each other are warmed when they start.
+        resident = self.blocks.engine.num_resident
+        for setting in entered if resident is None or len(race.active) <= resident else ():
             if setting in unknown:
-                self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                try:
+                    self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                except (EngineFailed, InvalidInput) as error:
+                    self._withdraw(race, setting, concurrency, error)
+
+    def _withdraw(self, race: Race, setting: Setting, concurrency: int, error: EyrieError) -> None:
+        """Drop a setting that cannot be measured. Raises `error` for off, and where the drafter has none left."""
+        if setting == OFF:
+            raise error
+        race.withdraw(setting, f"could not be measured: {error.message}")
+        self.stage.event("VariantDropped", f"{setting.label()} at concurrency {concurrency}: {error.message}",
+                         warning=True)
+        if not any(other.method == "drafter" and (other in race.blocks or other not in race.reasons)
+                   for other in self.settings):
+            raise error
 
     def most_rungs(self, concurrency: int) -> int:
-        """Rungs that use every prompt twice per repeat; at least `_FEWEST_RUNGS`."""
+        """Rungs that use every prompt twice per repeat; at least as many as an interval needs."""
         requests = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
-        return max(_FEWEST_RUNGS, math.ceil(requests / block_size(concurrency)))
+        return max(FEWEST_PAIRS, math.ceil(requests / block_size(concurrency)))
 
     def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
         return all((concurrency, t, rung, setting.label()) in self.blocks.runs for t in self.spec.tune.temperatures)
 
     def measure_rungs(self, race: Race, concurrency: int, rungs: range, all_ready: bool = True) -> float:
-        """Measure one block of each rung and temperature in every active setting; returns the seconds measured."""
-        seconds, variants = 0.0, list(race.active)
+        """Measure one block of each rung and temperature in every active setting; returns the seconds measured.
+
+        A setting whose server ends again and again, or does not start where it replaces another, is withdrawn.
+        """
+        seconds = 0.0
         blocks = [(temperature, rung) for rung in rungs for temperature in self.spec.tune.temperatures]
-        for setting, (temperature, rung) in turns(variants, blocks, rungs.start, all_ready):
+        for setting, (temperature, rung) in turns(list(race.active), blocks, rungs.start, all_ready):
+            if setting not in race.active:
+                continue
             self.stage.pause_point()
-            run = self.blocks.measure(setting, concurrency, temperature, rung)
-            race.record(setting, (temperature, rung), MeasuredSetting(run.tokens, run.seconds))
+            try:
+                run = self.blocks.measure(setting, concurrency, temperature, rung)
+            except (EngineFailed, InvalidInput) as error:
+                self._withdraw(race, setting, concurrency, error)
+                continue
+            race.record(setting, (temperature, rung), MeasuredSetting(run.tokens, run.seconds, run.rates))
             seconds += run.seconds
             self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
                                 f"{setting.label()} at concurrency {concurrency}")
@@ -191,7 +210,7 @@ class Tuning:
                 continue
             plain = self.blocks.runs[concurrency, temperature, rung, OFF.label()]
             race.changed_output |= {
-                setting for setting in variants if len(plain.answers) > num_identical(
+                setting for setting in race.active if len(plain.answers) > num_identical(
                     self.blocks.runs[concurrency, temperature, rung, setting.label()], plain)}
         return seconds
 
@@ -220,9 +239,9 @@ class Tuning:
             reason += "; changed an answer"
         return Trial.model_validate(predicted | {
             "measured_tokens_per_s": fmean(rate(of) for of in runs.values()),
-            "speedup": race.speedup(setting), "speedup_interval": race.interval(setting, seed=self.spec.benchmark.seed),
-            "tau": _tau(runs), "blocks": len(race.blocks[setting]),
-            "seconds": sum(run.seconds for of in runs.values() for run in of), "reason": reason})
+            "speedup": race.speedup(setting), "speedup_interval": race.interval(setting), "tau": _tau(runs),
+            "blocks": len(race.blocks[setting]), "seconds": sum(run.seconds for of in runs.values() for run in of),
+            "reason": reason})
 
     def cell(self, race: Race, setting: Setting, concurrency: int) -> TuneCell:
         """The report of one shape of the drafter, measured against off on the same blocks."""
@@ -234,12 +253,11 @@ class Tuning:
         # Off runs in every rung; only the rungs that this setting was in are comparable.
         paired = {t: [r for r in of if r.rung in {ours.rung for ours in runs[t]}] for t, of in plain.items()}
         pairs = [pair for t in runs for pair in zip(runs[t], paired[t], strict=True)]
-        interval, speedup = race.interval(setting, seed=self.spec.benchmark.seed), race.speedup(setting)
         return TuneCell(
             tree=setting.tree, tau=_tau(runs), tau_by_temperature=by_temperature, tokens_per_s=fmean(rates.values()),
-            speedup=speedup,
+            speedup=race.speedup(setting),
             speedup_by_temperature={str(t): speed / rate(paired[t]) for t, speed in rates.items()},
-            speedup_interval=interval or Interval(low=speedup, high=speedup),
+            speedup_interval=race.interval(setting),
             identical=sum(num_identical(ours, theirs) for ours, theirs in pairs),
             prompts=sum(len(run.answers) for of in runs.values() for run in of))
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -227,5 +228,69 @@ def test_a_level_ends_when_it_is_clear_and_the_next_is_measured(url: str, plain_
                       is_clear=is_clear)
     assert seen == [(level, pairs) for level in (1.0, 2.0) for pairs in range(1, 7)]
     assert [(level.level, level.total.completed) for level in report.levels] == [
-        (1.0, 12), (1.0, 12), (2.0, 24), (2.0, 24)]
+        (1.0, 6), (1.0, 6), (2.0, 24), (2.0, 24)]
     assert [pair.pairs for pair in report.comparisons] == [6, 6]
+
+
+class RestartingServers:
+    """Stub servers that a load test may flush and restart. The candidate's ends after some of its flushes."""
+
+    def __init__(self, directory: Path, ends_after: Collection[int] = ()) -> None:
+        self.directory, self.ends_after = directory, ends_after
+        self.flushes: list[str] = []
+        self.started: list[str] = []
+        self.running: dict[str, tuple[str, ExitStack]] = {}
+
+    def flushed(self, name: str) -> str:
+        self.flushes.append(name)
+        if name not in self.running:
+            stack = ExitStack()
+            self.started.append(name)
+            directory = self.directory / f"{name}-{len(self.started)}"
+            directory.mkdir()
+            self.running[name] = stack.enter_context(responding(directory, Timing())), stack
+        url, stack = self.running[name]
+        if name == "candidate" and self.flushes.count(name) in self.ends_after:
+            stack.close()
+        return url
+
+    def has_ended(self, name: str) -> bool:
+        del self.running[name]
+        return True
+
+    def load(self, repeats: int) -> LoadReport:
+        spec = LoadSpec(concurrencies=(1,), requests=2, repeats=repeats, max_new_tokens=4, warmup_requests=1)
+        endpoints = [LoadEndpoint(name, self.flushed(name), "m") for name in ("off", "candidate")]
+        self.flushes.clear()
+        try:
+            return run_load(endpoints, prompts(24), spec, own=self)
+        finally:
+            for _, stack in self.running.values():
+                stack.close()
+
+
+def test_our_own_servers_are_flushed_after_the_warm_up_and_before_each_block(tmp_path: Path) -> None:
+    own = RestartingServers(tmp_path)
+    report = own.load(3)
+    # Before the warm-up, to have them ready, and after it; the order turns round from block to block.
+    assert own.flushes == ["off", "off", "candidate", "candidate", "candidate", "off", "off", "candidate"]
+    assert own.started == ["off", "candidate"]
+    assert {level.variant: level.total.completed for level in report.levels} == {"off": 6, "candidate": 6}
+
+
+def test_a_block_in_which_a_server_ended_is_measured_again_in_all_variants_by_a_warm_server(tmp_path: Path) -> None:
+    own = RestartingServers(tmp_path, ends_after=[3])  # in its second block
+    report = own.load(3)
+    assert own.started == ["off", "candidate", "candidate"]
+    assert own.flushes[4:] == ["candidate", "off", "candidate", "candidate", "off", "off", "candidate"]
+    assert {level.variant: (level.total.completed, level.total.failed) for level in report.levels} == {
+        "off": (6, {}), "candidate": (6, {})}
+    assert {level.variant: level.total.requests for level in report.levels} == {"off": 6, "candidate": 6}
+
+
+def test_where_a_server_ends_in_the_repetition_too_its_failed_requests_end_the_level(tmp_path: Path) -> None:
+    own = RestartingServers(tmp_path, ends_after=[3, 5])
+    report = own.load(9)
+    by_variant = {level.variant: level.total for level in report.levels}
+    assert (by_variant["off"].completed, by_variant["off"].failed) == (4, {})
+    assert (by_variant["candidate"].completed, sum(by_variant["candidate"].failed.values())) == (2, 2)

@@ -47,7 +47,9 @@ def test_warm_up_draws_from_the_end_and_runs_before_the_first_repeat_only() -> N
     assert warmed == [["p6", "p7"], []]
 
 
-def test_every_user_of_a_closed_loop_sends_at_least_two_requests() -> None:
+def test_every_one_of_several_users_sends_at_least_two_requests_and_a_single_user_one() -> None:
+    assert num_requests(LoadSpec(requests=1), RequestLevel("closed", 1.0)) == 1
+    assert num_requests(LoadSpec(requests=1), RequestLevel("closed", 2.0)) == 4
     spec = LoadSpec(concurrencies=(64,), rates_per_s=(64.0,), requests=10, warmup_requests=0)
     assert [num_requests(spec, level) for level in levels(spec)] == [128, 10]
     assert total_requests(prompts(3), ["a", "b"], spec) == 2 * 138

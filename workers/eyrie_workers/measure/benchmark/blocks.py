@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+from pydantic import Field
+
 from eyrie_api.contract.benchmark import BenchmarkSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import ConcurrencyReport
@@ -57,9 +60,18 @@ class BlockRun(Frozen):
     whole: tuple[str, ...]
     """Ids of the requests whose answer is complete."""
 
+    answer_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds of each answer."""
+
     @property
     def key(self) -> BlockRunKey:
         return (self.concurrency, self.temperature, self.rung, self.variant)
+
+    @property
+    def rates(self) -> dict[tuple[str, str], float]:
+        """Tokens per second of each complete answer, by the name of its prompt and the request's id."""
+        return {(name.rpartition(" ")[0], name): len(self.answers[name]) / self.answer_s[name]
+                for name in self.whole if self.answer_s.get(name)}
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,8 @@ class BlockRunner:
             concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
             tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
             answers={answer.id: answer.token_ids for answer in run.answers},
-            whole=tuple(answer.id for answer in run.answers if answer.whole))
+            whole=tuple(answer.id for answer in run.answers if answer.whole),
+            answer_s={answer.id: answer.seconds for answer in run.answers})
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
@@ -185,14 +198,15 @@ class ConcurrentBenchmark:
     def measure(self, stage: Stage) -> None:
         """Measure what the ledger does not have. The variants must be started under the names of `Setting.label`."""
         resident = self._blocks.engine.num_resident
+        all_ready = resident is None or resident >= 2
         total = 2 * sum(len(self._keys(concurrency)) for concurrency in self._concurrencies)
         done = 0
         for concurrency in self._concurrencies:
-            for setting in (OFF, self._setting):
+            for setting in (OFF, self._setting) if all_ready else ():
                 stage.pause_point()
                 self._blocks.runner.warm_up(setting, concurrency, self._spec.temperatures)
             for setting, (temperature, rung) in turns((OFF, self._setting), self._keys(concurrency), 0,
-                                                      resident is None or resident >= 2):
+                                                      all_ready):
                 stage.pause_point()
                 self._blocks.measure(setting, concurrency, temperature, rung)
                 done += 1
@@ -217,6 +231,7 @@ class ConcurrentBenchmark:
         plain = self._runs(OFF, concurrency, temperature)
         tallies = [Tally(ours.tokens, ours.seconds, theirs.tokens, theirs.seconds)
                    for ours, theirs in zip(drafted, plain, strict=True)]
+        speedup = intervals.speed_ratio(tallies)
         compared = temperature == 0.0 or self._blocks.engine.same_samples
         session, lines, ties = self._blocks.runner.session, list[str](), 0
         for ours, theirs in zip(drafted, plain, strict=True) if compared else ():
@@ -231,8 +246,8 @@ class ConcurrentBenchmark:
         return ConcurrencyReport(
             concurrency=concurrency, temperature=temperature, requests=sum(len(run.answers) for run in drafted),
             tau=intervals.acceptance_length(intervals.add_histograms([run.accepted_histogram for run in drafted])),
-            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=intervals.speed_ratio(tallies),
-            speedup_interval=intervals.speed_interval([tallies], self._spec.seed),
+            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=speedup,
+            speedup_interval=intervals.ratio_interval(speedup, np.array(tallies), self._spec.seed),
             identical=sum(num_identical(ours, theirs) for ours, theirs in zip(drafted, plain, strict=True)),
             near_ties=ties, compared=compared, divergences=tuple(lines))
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.reports import BenchmarkReport, CellReport
 from eyrie_api.contract.stages import BenchmarkStage, TuneStage
@@ -69,7 +71,8 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
         tau=intervals.acceptance_length(histogram), acceptance=intervals.conditional_acceptance(histogram),
         accepted_histogram=histogram,
         tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=intervals.speed_ratio(tallies),
-        speedup_interval=intervals.speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
+        speedup_interval=intervals.ratio_interval(intervals.speed_ratio(tallies), np.array(tallies), seed),
+        ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
         near_ties=near_ties, compared=compared, divergences=tuple(divergences))
 

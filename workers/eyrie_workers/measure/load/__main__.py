@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", default=None, metavar="R,R,...",
                         help="open loop: requests per second, arriving as a Poisson process")
     parser.add_argument("--requests", type=int, default=32,
-                        help="per level, variant and repeat (at least two per user)")
+                        help="per level, variant and repeat (at least two per user where there are several)")
     parser.add_argument("--repeats", type=int, default=1, help="interleaved blocks per level")
     parser.add_argument("--warmup", type=int, default=2, help="unmeasured requests before each level")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="limit of generated tokens per request")

@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -148,10 +148,16 @@ class LoadClient:
         self.dialect = Dialect()
         self.notes: list[str] = []
         self._spec = spec
-        headers = {"User-Agent": "eyrie-load", "Accept": "text/event-stream"}
+        self._headers = {"User-Agent": "eyrie-load", "Accept": "text/event-stream"}
         if variant.api_key is not None:
-            headers["Authorization"] = f"Bearer {variant.api_key}"
-        self.pool = ConnectionPool(self.origin, headers)
+            self._headers["Authorization"] = f"Bearer {variant.api_key}"
+        self.pool = ConnectionPool(self.origin, self._headers)
+
+    async def move_to(self, url: str) -> None:
+        """The same server has been started again at another address."""
+        await self.pool.close()
+        self.variant, self.origin = replace(self.variant, url=url), parse_url(url)
+        self.pool = ConnectionPool(self.origin, self._headers)
 
     async def send(self, request: LoadRequest, due_at: float | None = None) -> RawResponse:
         """Send a request and wait for the last byte, without parsing. Failures are returned, not raised."""

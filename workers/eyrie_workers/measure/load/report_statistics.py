@@ -138,12 +138,12 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     return LoadComparison(
         variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
         throughput_ratio=near.throughput if near else throughput,
-        throughput_interval=near.throughput_interval if near else _interval(throughput, pairs, lambda results: (
-            float(sum(result.tokens for result in results)), sum(result.end_to_end_s for result in results)),
-            spec.seed),
+        throughput_interval=near.throughput_interval if near else intervals.ratio_interval(throughput, _fields(
+            pairs, lambda results: (float(sum(result.tokens for result in results)),
+                                    sum(result.end_to_end_s for result in results))), spec.seed),
         pairs=near.pairs if near else 0, ttft_ratio=near.ttft if near else None,
         ttft_interval=near.ttft_interval if near else None,
-        user_ratio=user, user_interval=_interval(user, pairs, _rates, spec.seed),
+        user_ratio=user, user_interval=intervals.ratio_interval(user, _fields(pairs, _rates), spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
         by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
@@ -259,15 +259,9 @@ def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
     return sum(rates), float(len(rates))
 
 
-def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[RequestResult]], tuple[float, float]],
-              seed: int) -> Interval:
-    """Interval of a ratio of quotients of sums. With a single prompt the interval is the point."""
-    fields = np.array([(*summed(ours), *summed(theirs)) for ours, theirs in pairs], dtype=np.float64)
-    fields = fields[(fields > 0).all(axis=1)]  # a prompt without tokens has no rate
-    if len(fields) < 2:
-        return Interval(low=value, high=value)
-    error = intervals.standard_error(fields, lambda sums: (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]), seed)
-    return intervals.interval_around(value, error, len(fields))
+def _fields(pairs: Iterable[Pair], summed: Callable[[Sequence[RequestResult]], tuple[float, float]]) -> FloatArray:
+    """Of `intervals.ratio_interval`: two sums over the results of each prompt, for both variants."""
+    return np.array([(*summed(ours), *summed(theirs)) for ours, theirs in pairs], dtype=np.float64)
 
 
 def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:

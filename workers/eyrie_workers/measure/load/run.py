@@ -6,6 +6,11 @@ once, then the blocks of the schedule run one after the other. Connections are o
 requests do not include the handshake. After a failed request a user waits before the next one, so that a server that
 rejects at once does not receive a thousand requests per second.
 
+Servers that the caller has started (`OwnServers`) forget what they remember, such as prefixes and the texts of n-gram
+look-up, before each block: a repeated prompt would otherwise be free. One that has been started again answers the
+warm-up first. A block in which a server ended is measured again in all variants, once per level: requests that are lost
+with a server say nothing about the drafter. Of other servers nothing is asked but answers.
+
 In an open loop the clock of a request starts when it is due, not when it was sent: otherwise a generator that has
 fallen behind would hide the delays it is supposed to measure (Gil Tene's "coordinated omission"). The report contains
 the generator's own CPU share for the same reason.
@@ -18,7 +23,7 @@ import resource
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from eyrie_api.contract.load import LoadReport, LoadSpec
 from eyrie_api.errors import InvalidInput
@@ -34,6 +39,21 @@ PausePoint = Callable[[], None]
 IsClear = Callable[[Sequence[LevelResults]], bool]
 ResultT = TypeVar("ResultT")
 
+
+class OwnServers(Protocol):
+    """The servers of the variants, started by the caller, which may flush and restart them."""
+
+    def flushed(self, name: str) -> str:
+        """The URL of a variant's server, up to and including /v1, which has forgotten all requests so far. A server
+        that has ended is started again. Raises EngineFailed when that is not possible."""
+        ...
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the server of a variant has ended since it was flushed. Raises EngineFailed when too often."""
+        ...
+
+
+
 _AFTER_FAILURE_S = 0.1
 _POLL_S = 0.1
 _SATURATED = 0.8  # of a core: above it the delay of the event loop becomes visible in the latencies
@@ -46,7 +66,7 @@ _MAX_UNPARSED = 1024
 
 def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None,
-             is_clear: IsClear | None = None) -> LoadReport:
+             is_clear: IsClear | None = None, own: OwnServers | None = None) -> LoadReport:
     """Run the load test of `spec` on all variants and report.
 
     baseline      name of the variant that the others are compared with; unused with one variant.
@@ -54,6 +74,7 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: 
     pause_point   called several times per second; what it raises ends the test and is raised here.
     is_clear      called after each repeat of a level with its results so far: True ends the level, before its last
                   repeat.
+    own           the servers, where the caller has started them.
 
     Raises InvalidInput for invalid variants, prompts or baseline; EndpointUnusable when a server fails the first
     request. Single failed requests are counted in the report, not raised.
@@ -64,29 +85,31 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: 
             "choose the baseline from the variants",
         )
     started = time.perf_counter()
-    run = measure(variants, prompts, spec, on_progress, pause_point, is_clear)
+    run = measure(variants, prompts, spec, on_progress, pause_point, is_clear, own)
     models = " / ".join(dict.fromkeys(variant.model for variant in variants))
     return load_report(models, run, spec, baseline, time.perf_counter() - started)
 
 
-def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
+def run_load_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint | None], prompts: Sequence[Prompt],
                      spec: LoadSpec, baseline: str = "off", on_progress: OnProgress | None = None,
-                     pause_point: PausePoint | None = None) -> LoadReport:
+                     pause_point: PausePoint | None = None, own: OwnServers | None = None) -> LoadReport:
     """As `run_load` for servers that cannot run at the same time (`measure_in_turn`)."""
     started = time.perf_counter()
-    model, run = measure_in_turn(names, ready, prompts, spec, baseline, on_progress, pause_point)
+    model, run = measure_in_turn(names, ready, prompts, spec, baseline, on_progress, pause_point, own)
     return load_report(model, run, spec, baseline, time.perf_counter() - started)
 
 
-def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], prompts: Sequence[Prompt],
+def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint | None], prompts: Sequence[Prompt],
                     spec: LoadSpec, baseline: str, on_progress: OnProgress | None = None,
-                    pause_point: PausePoint | None = None) -> tuple[str, "LoadTestResults"]:
+                    pause_point: PausePoint | None = None,
+                    own: OwnServers | None = None) -> tuple[str, "LoadTestResults"]:
     """Send all requests, one variant after the other. Returns the name of the model too.
 
     The baseline is measured before and after the others, and both together are compared with them: a drift of the
     machine's speed then affects both sides.
 
-    ready   starts the server of a variant, which may stop the one before, and returns its endpoint
+    ready   starts the server of a variant, which may stop the one before, and returns its endpoint; None: the variant
+            is left out
     """
     order = [baseline, *(name for name in names if name != baseline)]
     order += [baseline] if len(order) > 1 else []
@@ -94,6 +117,8 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
     parts, model = [], ""
     for number, name in enumerate(order):
         endpoint = ready(name)
+        if endpoint is None:
+            continue
         model = endpoint.model
         done_before = number * (total // len(order))
 
@@ -101,7 +126,7 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint], 
             if on_progress is not None:
                 on_progress(before + done, total, label)
 
-        parts.append(measure([endpoint], prompts, spec, progress, pause_point))
+        parts.append(measure([endpoint], prompts, spec, progress, pause_point, own=own))
     # The load tests of single variants as one; parts of the same variant are added.
     by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
     for new in (level for part in parts for level in part.levels):
@@ -136,7 +161,7 @@ class LoadTestResults:
 
 def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None,
-            is_clear: IsClear | None = None) -> LoadTestResults:
+            is_clear: IsClear | None = None, own: OwnServers | None = None) -> LoadTestResults:
     """Send all requests. Raises like `run_load`."""
     names = [variant.name for variant in variants]
     if not variants or len(set(names)) < len(names):
@@ -152,18 +177,21 @@ def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: L
             raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
                                f"raise the limit (ulimit -n {need}), or use lower levels")
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
-    return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point, is_clear).run())
+    return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point, is_clear, own).run())
 
 
 class _LoadTest:
     def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[Prompt], spec: LoadSpec,
-                 on_progress: OnProgress | None, pause_point: PausePoint | None, is_clear: IsClear | None) -> None:
+                 on_progress: OnProgress | None, pause_point: PausePoint | None, is_clear: IsClear | None,
+                 own: OwnServers | None) -> None:
         self._clients = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts
         self._spec = spec
         self._on_progress = on_progress
         self._pause_point = pause_point
         self._is_clear = is_clear
+        self._own = own
+        self._warmup: Sequence[LoadRequest] = ()
         self._done = 0
         self._total = total_requests(prompts, list(self._clients), spec)
         self._label = ""
@@ -182,17 +210,24 @@ class _LoadTest:
 
     async def _blocks(self) -> LoadTestResults:
         by_level: dict[tuple[str, RequestLevel], LevelResults] = {}
-        clear: set[RequestLevel] = set()
+        over, repeated = set[RequestLevel](), set[RequestLevel]()
         for repeat in blocks(self._prompts, list(self._clients), self._spec):
             asked = repeat[0].level
-            if asked in clear:
+            if asked in over:
                 continue
-            for block in repeat:
-                new = await self._polling(self._block(block))
-                old = by_level.get((block.variant, asked))
-                by_level[block.variant, asked] = new if old is None else old + new
-            if self._is_clear is not None and self._is_clear([by_level[name, asked] for name in self._clients]):
-                clear.add(asked)
+            measured = [await self._measured(block) for block in repeat]
+            ended = self._servers_ended(measured)
+            if ended and asked not in repeated:
+                repeated.add(asked)
+                measured = [await self._measured(block) for block in repeat]
+                ended = self._servers_ended(measured)
+            for new in measured:
+                old = by_level.get((new.variant, asked))
+                by_level[new.variant, asked] = new if old is None else old + new
+            # A server that ended again may end in every block: its failed requests are the result.
+            if ended or (self._is_clear is not None and self._is_clear([by_level[name, asked]
+                                                                        for name in self._clients])):
+                over.add(asked)
         descriptions = {name: f"{client.variant.what} ({client.origin.url})" if client.variant.what
                         else client.origin.url for name, client in self._clients.items()}
         run = LoadTestResults(descriptions, list(by_level.values()))
@@ -217,11 +252,32 @@ class _LoadTest:
                              "intervals")
         return run
 
-    async def _block(self, block: RequestBlock) -> LevelResults:
-        client = self._clients[block.variant]
+    def _servers_ended(self, measured: Sequence[LevelResults]) -> bool:
+        """Whether servers of our own ended in blocks; those without a failed request lost none."""
+        # A sum: all of them are asked, and started again.
+        return self._own is not None and sum(
+            self._own.has_ended(results.variant) for results in measured
+            if any(result.failure is not None for result in results.results)) > 0
+
+    async def _measured(self, block: RequestBlock) -> LevelResults:
+        """Warm up and flush, where that is to be done, and measure a block."""
+        client, warmup = self._clients[block.variant], block.warmup
+        self._warmup = warmup or self._warmup
         self._label = f"{block.variant}, {block.level.label()}"
-        users = block.level.users if block.level.mode == "closed" else 1
-        await self._parse_while(client, self._closed_loop(client, block.warmup, min(users, len(block.warmup))))
+        while True:
+            # Waits for a server that starts again; no request runs meanwhile.
+            url = client.variant.url if self._own is None else self._own.flushed(block.variant)
+            if url != client.variant.url:
+                await client.move_to(url)
+                warmup = tuple(self._warmup)
+            if not warmup:
+                return await self._polling(self._block(client, block))
+            users = block.level.users if block.level.mode == "closed" else 1
+            await self._polling(self._parse_while(client, self._closed_loop(client, warmup, min(users, len(warmup)))))
+            warmup = ()
+
+    async def _block(self, client: LoadClient, block: RequestBlock) -> LevelResults:
+        users = block.level.users
         started, cpu_started = time.perf_counter(), time.thread_time()
         if block.level.mode == "closed":
             sending = self._closed_loop(client, block.requests, users)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from eyrie_api.contract.load import LoadSpec
+from eyrie_api.contract.load import LoadSpec, fewest_requests
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.measure.load.client import LoadRequest
@@ -59,8 +59,8 @@ def levels(spec: LoadSpec) -> list[RequestLevel]:
 
 
 def num_requests(spec: LoadSpec, level: RequestLevel) -> int:
-    """Requests of one block. Each user of a closed loop sends at least two: one would only be ramp-up."""
-    return max(spec.requests, 2 * level.users) if level.mode == "closed" else spec.requests
+    """Requests of one block."""
+    return max(spec.requests, fewest_requests(level.users)) if level.mode == "closed" else spec.requests
 
 
 def draw_prompts(prompts: Sequence[Prompt], start: int, num: int) -> list[Prompt]:

@@ -13,7 +13,8 @@ interpolated, caches are warm or cold. The race therefore repeats three steps:
     stop    when no setting can beat the leader, or trials, blocks or seconds run out.
 
 A block is a few prompts at one temperature, answered by every active setting in turn; a rung is one block of each
-temperature. Comparisons use the blocks that both settings have answered. Among settings that are not separated, the
+temperature. Comparisons use the blocks that both settings have answered, by the confidence sequence of the proof
+(`intervals.anytime_interval`), over rungs and over prompts. Among settings that are not separated, the
 winner has the highest estimate, which combines prediction and measurement weighted by the inverse of their variances: a
 short race is noisier than a replay, a long one is not. Where the two disagree by more than their errors allow, the
 excess is attributed to the prediction. Speculation is chosen only when it wins by more than TIE: off is simpler.
@@ -22,11 +23,11 @@ excess is attributed to the prediction. Speculation is chosen only when it wins 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.tuning import OFF, Setting
-from eyrie_workers.measure.intervals import Tally, mean_speed_ratio, speed_interval, student_quantile
+from eyrie_workers.measure.intervals import FEWEST_PAIRS, anytime_interval
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 MARGIN = 0.08  # relative half-width of a prediction before any measurement
@@ -35,9 +36,9 @@ _PREDICTION_ERROR = 0.03
 """Standard error of a predicted ratio, at least (measured on the quickstart target: docs/results/tuner.md)."""
 
 _BLOCK_ERROR = 0.06
-"""Standard error of the ratio of two settings on one block, used while there are too few blocks to estimate it."""
+"""Standard error of the ratio of two settings on one block, used while there are too few rungs to estimate it."""
 
-_FEW_BLOCKS = 3
+_FEW_RUNGS = 3
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class MeasuredSetting:
 
     tokens: int
     seconds: float
+    rates: Mapping[tuple[str, str], float]
+    """Tokens per second of each complete answer, by its prompt and request."""
 
 
 BlockKey = tuple[float, int]  # temperature and rung
@@ -65,8 +68,6 @@ class Race:
     changed_output: set[Setting] = field(default_factory=set)
     """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
 
-    _intervals: dict[tuple[Setting, Setting, int, int], Interval | None] = field(default_factory=dict)
-
     def record(self, setting: Setting, block: BlockKey, measured: MeasuredSetting) -> None:
         self.blocks.setdefault(setting, {})[block] = measured
 
@@ -79,17 +80,18 @@ class Race:
         """
         entered: list[Setting] = []
         for setting in [OFF, *required, *self._candidates()]:
-            tried = set(self.blocks) | set(self.active) | set(self.reasons)
+            tried = set(self.blocks) | set(self.active)
             if len(tried) >= self.most_trials or len(self.active) >= affordable:
                 break
-            if setting not in tried:
+            if setting not in tried and setting not in self.reasons:
                 self.active.append(setting)
                 entered.append(setting)
         return entered
 
     def withdraw(self, setting: Setting, reason: str) -> None:
-        """Take out a setting that cannot be measured; it is not admitted again."""
+        """Take out a setting that cannot be measured; it is not admitted again and uses no trial."""
         self.active.remove(setting)
+        self.blocks.pop(setting, None)
         self.reasons[setting] = reason
 
     def _candidates(self) -> list[Setting]:
@@ -137,26 +139,26 @@ class Race:
         temperatures = {temperature for blocks in self.blocks.values() for temperature, _ in blocks}
         return sorted(key for key in both if all((temperature, key[1]) in both for temperature in temperatures))
 
-    def _groups(self, setting: Setting, against: Setting) -> list[list[Tally]]:
-        keys = self._common(setting, against)
-        ours, theirs = self.blocks[setting], self.blocks[against]
-        return [[Tally(ours[key].tokens, ours[key].seconds, theirs[key].tokens, theirs[key].seconds)
-                 for key in keys if key[0] == temperature] for temperature in sorted({key[0] for key in keys})]
+    def _logs(self, setting: Setting, against: Setting) -> tuple[list[float], list[float]]:
+        """Logarithms of the speed ratio on common blocks: of every rung, and of every prompt over its repetitions."""
+        by_rung, by_prompt = dict[int, list[float]](), dict[str, list[float]]()
+        for key in self._common(setting, against):
+            ours, theirs = self.blocks[setting][key], self.blocks[against][key]
+            by_rung.setdefault(key[1], []).append(
+                math.log(ours.tokens / ours.seconds / (theirs.tokens / theirs.seconds)))
+            for (prompt, request), rate in ours.rates.items():
+                if (prompt, request) in theirs.rates:
+                    by_prompt.setdefault(prompt, []).append(math.log(rate / theirs.rates[prompt, request]))
+        return [*map(fmean, by_rung.values())], [*map(fmean, by_prompt.values())]
 
     def speedup(self, setting: Setting, against: Setting = OFF) -> float:
-        """Measured speed-up, mean over temperatures, on common blocks."""
-        return 1.0 if setting == against else mean_speed_ratio(self._groups(setting, against))
+        """Measured speed-up, geometric mean over the common rungs."""
+        return 1.0 if setting == against else math.exp(fmean(self._logs(setting, against)[0]))
 
-    def interval(self, setting: Setting, against: Setting = OFF, seed: int = 0) -> Interval | None:
-        """95 % interval of `speedup`, blocks resampled in pairs; None below two blocks per temperature."""
-        if setting == against:
-            return None
-        # Cached by the number of common blocks: blocks are only added, so the number identifies them.
-        key = (setting, against, len(self._common(setting, against)), seed)
-        if key not in self._intervals:
-            groups = self._groups(setting, against)
-            self._intervals[key] = speed_interval(groups, seed) if groups and len(groups[0]) > 1 else None
-        return self._intervals[key]
+    def interval(self, setting: Setting, against: Setting = OFF) -> Interval | None:
+        """95 % interval of `speedup`, valid at every look; None where too few rungs or prompts are common to both."""
+        logs = self._logs(setting, against)
+        return None if setting == against or min(map(len, logs)) < FEWEST_PAIRS else anytime_interval(*logs)
 
     def estimate(self, setting: Setting) -> float:
         """Speed-up over off from prediction and measurement, weighted by the inverse of their variances."""
@@ -184,15 +186,11 @@ class Race:
         return corrected, math.sqrt(max(_PREDICTION_ERROR**2, unexplained))
 
     def _measurement_error(self, setting: Setting) -> float:
-        groups = self._groups(setting, OFF)
-        num = len(groups[0])
-        rough = _BLOCK_ERROR / math.sqrt(num * len(groups))
-        interval = self.interval(setting)
-        # Two blocks give no usable estimate of their own scatter; a typical one is used instead.
-        if interval is None or num < _FEW_BLOCKS:
-            return rough
-        # Back from the half-width of the t interval to the standard error.
-        return max(math.log(interval.high / interval.low) / (2 * student_quantile(0.975, num - 1)), 1e-4)
+        logs = self._logs(setting, OFF)[0]
+        # Two rungs give no usable estimate of their own scatter; a typical one is used instead.
+        if len(logs) < _FEW_RUNGS:
+            return _BLOCK_ERROR / math.sqrt(len(self._common(setting, OFF)))
+        return max(stdev(logs) / math.sqrt(len(logs)), 1e-4)
 
     def leader(self) -> Setting:
         """The active setting with the highest estimate, lossless ones first; off unless beaten by more than TIE."""
