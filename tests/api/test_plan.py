@@ -361,8 +361,9 @@ def test_the_proof_is_planned_as_clear_after_few_pairs_and_its_note_says_what_it
         return next(stage for stage in plan.stages if stage.stage == "prove")
 
     # Six pairs of blocks of two requests per user, with and without the drafter, and the parity of one prompt, for one
-    # user and under load.
-    parity = 3 * 10 + 2 * 16 * 10
+    # user, under load, and sampled.
+    parity = 3 * 10 + 2 * 16 * 10 + 2 * 10
     assert proof().tokens == 2 * 6 * (2 + 16) * 10 + parity
     assert proof(most_pairs=2).tokens == 2 * 2 * (2 + 16) * 10 + parity
     assert proof(requests=32).tokens == 2 * (16 * 2 + 6 * 16) * 10 + parity
+    assert proof(concurrencies=[1]).tokens == 2 * 6 * 2 * 10 + 5 * 10
