@@ -1,8 +1,10 @@
 """The parity gate: its decision on plain values, near-ties and errors, the complete gate."""
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from eyrie_workers.measure.parity import (
     decide,
     first_difference,
     report_without_answers,
+    request_answer,
     request_answers,
 )
 from eyrie_workers.measure.parity_reference import (
@@ -287,3 +290,47 @@ def test_a_missing_token_is_a_difference() -> None:
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
     assert first_difference([], [5]) == 0
+
+
+# Streams
+
+
+@pytest.fixture
+def streaming() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that answers every request with the lines, and its URL."""
+    lines: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200 if lines else 503)
+            self.end_headers()
+            self.wfile.write(b"\n\n".join(lines) + b"\n\n")
+
+        def log_message(self, *_: object) -> None:
+            """Requests are not logged."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}", lines
+        server.shutdown()
+
+
+def test_the_last_piece_of_sglang_s_stream_is_the_answer_and_a_stream_that_is_cut_is_none(
+        streaming: tuple[str, list[bytes]]) -> None:
+    url, lines = streaming
+
+    def answer() -> Served:
+        return request_answer("sglang", url, "m", [1], 4, stream=True)
+
+    with pytest.raises(EngineFailed, match="answered 503"):
+        answer()
+    lines += [b'data: {"output_ids": [5], "meta_info": {}}',
+              b'data: {"output_ids": [5, 6], "meta_info": {"spec_correct_drafts_histogram": [1, 0]}}', b"data: [DONE]"]
+    assert answer() == Served(token_ids=(5, 6), histogram=(1, 0))
+    lines.pop()
+    with pytest.raises(EngineFailed, match="ended the stream before the answer: the connection closed"):
+        answer()
+    lines[:] = [b'data: {"error": {"message": "out of memory"}}', b"data: [DONE]"]
+    with pytest.raises(EngineFailed, match="out of memory"):
+        answer()
