@@ -174,6 +174,10 @@ def of_proof(report: ProveReport) -> Metadata:
     if parity is not None:
         metadata |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
                      "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
+    if report.loaded_parity is not None:
+        metadata |= {"unchanged under load": report.loaded_parity.passed}
+    if report.sampled_parity is not None and report.sampled_parity.passed is not None:
+        metadata |= {"unchanged at temperature 1": report.sampled_parity.passed}
     return metadata | dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
 
 

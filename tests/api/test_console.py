@@ -17,7 +17,7 @@ from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
-from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.stages import Manifest
@@ -116,7 +116,9 @@ def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(
         checkpoint="c", path="/d", engine="sglang", use=DrafterUse(setting=chain), environment=ENVIRONMENT, seconds=1.0,
         load=load_report((1, 4), ("off", "candidate"), 1.9), parity=ParityReport(
             engine="sglang", prompts=8, identical=8, tree=chain.tree, histogram=(1, 2), tau=4.055,
-            tau_interval=Interval(low=3.6, high=4.5), reference_tau=4.055, passed=True, reasons=("all equal",)))
+            tau_interval=Interval(low=3.6, high=4.5), reference_tau=4.055, passed=True, reasons=("all equal",)),
+        sampled_parity=SampledParityReport(engine="sglang", prompts=8, answers=128, passed=False, reasons=(
+            "128 answers do NOT come from one distribution",)))
     for name, report in (("tune", tuned), ("prove", proven)):
         write_model(settings.stage_dir(job.id, name, "") / "manifest.json", Manifest(
             stage=name, job_id=job.id, spec_digest=digest_model(job.spec), code_version="0", report=report, files=(),  # type: ignore[arg-type]
@@ -126,7 +128,8 @@ def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(
     for words in ("Off from 8.", "1 3/1/4 1.88x 1.57 to 2.29 110 measurement", "8 off 1.00x 400 prediction",
                   "All 1 settings, predicted and measured", "1 3/1/4 1.80x 1.88x", "Proof in the sglang engine",
                   "Passed 8 of 8 greedy answers are identical to those without the drafter, tau 4.055, 4.055 in the "
-                  "reference engine, at 3/1/4", "candidate against off 1.90x"):
+                  "reference engine, at 3/1/4", "candidate against off 1.90x",
+                  "Refused at temperature 1: 128 answers do NOT come from one distribution"):
         assert words in shown, words
     assert HOSTILE not in page.text
 

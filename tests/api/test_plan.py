@@ -361,8 +361,9 @@ def test_the_proof_is_planned_as_clear_after_few_pairs_and_its_note_says_what_it
         return next(stage for stage in plan.stages if stage.stage == "prove")
 
     # Six pairs of blocks, of one request for one user and of two per user for eight, with and without the drafter, and
-    # the parity of one prompt, for one user and under load.
-    parity = 3 * 10 + 2 * 16 * 10
+    # the parity of one prompt, for one user, under load, and sampled.
+    parity = 3 * 10 + 2 * 16 * 10 + 2 * 10
     assert proof().tokens == 2 * 6 * (1 + 16) * 10 + parity
     assert proof(most_pairs=2).tokens == 2 * (4 + 2 * 16) * 10 + parity
     assert proof(requests=32).tokens == 2 * (32 + 6 * 16) * 10 + parity
+    assert proof(concurrencies=[1]).tokens == 2 * 6 * 10 + 5 * 10

@@ -10,9 +10,10 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
 from eyrie_api.contract.promotion import PromotionPolicy
-from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
 from eyrie_api.contract.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
 from eyrie_api.contract.tuning import OFF, DrafterUse, NeededTau, OperatingMap, OperatingPoint, Setting
+from eyrie_api.decisions.certification import certification
 from eyrie_api.decisions.promotion import (
     comparable_suites,
     decide,
@@ -306,6 +307,27 @@ def test_an_answer_that_drafting_changes_under_load_refuses_whatever_one_user_se
     changed = proof.model_copy(update={"loaded_parity": proof_of(STEADY, parity=False).parity})
     decision = decide(PromotionPolicy(), STEADY, None, SUITES, changed)
     assert (refused(decision), decision_reason(decision)) == (["parity-load"], "ChecksFailed")
+
+
+@pytest.mark.parametrize("found", [{"identical": 11}, {"p_value": 0.0005, "power": 1.0}])
+def test_sampled_answers_that_drafting_changes_refuse_and_are_not_lossless(found: dict[str, float]) -> None:
+    sampled = SampledParityReport.model_validate(
+        {"engine": "embedded", "prompts": 12, "answers": 12, "passed": False, "reasons": ("they differ",)} | found)
+    proof = proof_of(STEADY).model_copy(update={"sampled_parity": sampled})
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof)
+    assert refused(decision) == ["parity-sampled"]
+    assert (decision_reason(decision), certification(decision)) == ("ChecksFailed", "not-lossless")
+    passed = proof.model_copy(update={"sampled_parity": sampled.model_copy(update={"passed": True})})
+    assert decide(PromotionPolicy(), STEADY, None, SUITES, passed).promote
+
+
+def test_an_engine_whose_samples_cannot_be_compared_refuses_nothing_and_the_decision_says_so() -> None:
+    sampled = SampledParityReport(engine="sglang", prompts=0, answers=0, passed=None, reasons=("not compared: greedy",))
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY).model_copy(
+        update={"sampled_parity": sampled}))
+    assert decision.promote
+    assert "not compared: greedy" in decision.reasons
+    assert "parity-sampled" not in {check.name for check in decision.checks}
 
 
 @pytest.mark.parametrize(("load", "names"), [

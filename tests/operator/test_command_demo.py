@@ -51,6 +51,8 @@ def report(*, promoted: bool) -> dict[str, Any]:
             "engine": "embedded", "setting": "7/1/8", "follows_load": False, "skipped": "",
             "parity": {"passed": True, "identical": 8, "prompts": 8, "tau": 5.41, "tau_interval": [5.0, 5.8],
                        "reference_tau": 5.41, "reasons": ["identical"]},
+            "loaded_parity": {"passed": True, "reasons": ["16 of 16 answers are identical"]},
+            "sampled_parity": {"passed": None, "reasons": ["sampled answers were not compared"]},
             "loads": [load(1, 2.41), load(4, 1.32)], "changed_prompt": [load(1, 1.95)]},
         "endpoint": {"name": "default", "url": "http://127.0.0.1:5/v1", "model": "quickstart"},
     }
@@ -92,7 +94,8 @@ def test_a_baseline_that_was_not_compared_with_transformers_is_not_printed_next_
 
 def test_closing_words_tell_the_proof_in_the_serving_engine() -> None:
     seen = " ".join(rendered(demo.closing(report(promoted=True), FINAL, None)).split())
-    for part in ("serves what was trained: 8 of 8", "tau is 5.41 there", "at 7/1/8", "2.41x (2.21-2.61)", "4 at once",
+    for part in ("serves what was trained: 8 of 8", "tau is 5.41 there", "16 of 16 answers are identical",
+                 "sampled answers were not compared", "at 7/1/8", "2.41x (2.21-2.61)", "4 at once",
                  "1.32x (1.12-1.52)", "17 ms (15 ms)", "1, another system prompt 1.95x"):
         assert part in seen, part
     failed = report(promoted=False)

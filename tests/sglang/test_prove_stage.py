@@ -17,23 +17,25 @@ from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.stages import Manifest, ProveStage
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse, Setting
+from eyrie_workers.sglang.managed_engine import GREEDY_ONLY
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.sglang.servers import READY_S, alive, descendants, let_stages_start_it
+from tests.sglang.summary import add_to_summary
 from tests.waiting import wait_for
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 
 
-def stage_directory(tmp_path: Path, drafter: Path) -> Path:
+def stage_directory(tmp_path: Path, drafter: Path, concurrencies: tuple[int, ...] = (1,)) -> Path:
     """A prove stage of a finished tune stage; returns the path of its manifest."""
     tuned = TuneReport(checkpoint="c-step-1", path=str(drafter), cells=(), winner=CHAIN, finding="-",
                        final=benchmark_report("c-step-1", 2.0), environment=ENVIRONMENT, seconds=1.0)
     spec = ProveStage(
         job_id="j", checkpoint="c-step-1", candidate="c", target=TargetSpec(model="quickstart", dtype="float32"),
         benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="quickstart:chat", max_prompts=2),)),
-        prove=ProveSpec(concurrencies=(1,), requests=4, most_pairs=3, max_new_tokens=24, parity_prompts=4),
+        prove=ProveSpec(concurrencies=concurrencies, requests=4, most_pairs=3, max_new_tokens=24, parity_prompts=4),
         drafter_dir=str(drafter), tune_dir=str(tmp_path / "tune"), engine=EngineSpec(kind="sglang"), max_concurrency=4)
     write_model(tmp_path / "tune" / "manifest.json", Manifest(
         stage="tune", job_id="j", spec_digest=digest_model(spec), code_version="0", report=tuned, files=(),
@@ -91,7 +93,7 @@ def test_killed_stage_and_killed_server_leave_no_process_and_lose_no_check(tmp_p
 @pytest.mark.usefixtures("sglang")
 def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwards(
         tmp_path: Path, drafter: Path) -> None:
-    out = stage_directory(tmp_path, drafter)
+    out = stage_directory(tmp_path, drafter, (1, 2))
     before = descendants(os.getpid())  # other tests of this run keep theirs
     assert run_program(ProveStage, prove, ["--spec", str(out.with_name("spec.json")), "--out", str(out)]) == 0
     report = read_manifest(out).report
@@ -101,9 +103,18 @@ def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwar
     assert report.parity.passed, report.parity.reasons
     assert (report.parity.identical, report.parity.histogram) == (4, report.parity.reference_histogram)
     assert report.load is not None
-    assert {one.variant: one.total.completed for one in report.load.levels} == {"off": 4, "candidate": 4}
-    assert all(one.identical == one.compared == 4 for one in report.load.comparisons)
+    assert {(one.variant, one.level) for one in report.load.levels} == {
+        (variant, load) for variant in ("off", "candidate") for load in (1.0, 2.0)}
+    assert all(one.total.completed >= 4 for one in report.load.levels)
+    assert all(one.identical == one.compared >= 4 for one in report.load.comparisons if one.level == 1.0)
     assert next(one.total.tau for one in report.load.levels if one.variant == "candidate") is not None
+    assert report.loaded_parity is not None
+    assert report.loaded_parity.passed, report.loaded_parity
+    assert "2 at a time, 3 plain, 3 streamed, 2 continuing an answer" in report.loaded_parity.reasons[-1]
+    assert report.sampled_parity is not None
+    assert report.sampled_parity.passed is None
+    assert GREEDY_ONLY in report.sampled_parity.reasons[0]
+    add_to_summary("prove stage, under load", report.loaded_parity)
     assert report.launch[-6:] == ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1",
                                   "--speculative-num-draft-tokens", "6")
     recorded = RecordedAnswers.model_validate_json(out.with_name(ANSWERS_FILE).read_text()).answers

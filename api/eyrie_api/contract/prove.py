@@ -53,6 +53,31 @@ class ParityReport(Frozen):
     """The findings as text; on failure with the likely cause (layer ids, d2t, norm flags) and a hint."""
 
 
+class SampledParityReport(Frozen):
+    """Answers at temperature 1 with the drafter and without, at the highest declared load."""
+
+    engine: EngineKind
+    prompts: int
+    answers: int
+    """With the drafter; as many without."""
+
+    identical: int | None = None
+    """Answers that are equal from the same seed; None where the engine draws noise of its own."""
+
+    explained: int = 0
+    divergences: tuple[str, ...] = ()
+    p_value: float | None = None
+    """Of the two-sample test, where the engine draws noise of its own."""
+
+    power: float | None = None
+    """How often that test would find an engine that answers greedily in half of the cases."""
+
+    passed: bool | None
+    """None where the engine could not be compared."""
+
+    reasons: tuple[str, ...]
+
+
 class ProveReport(Frozen):
     """What promotion decides on in addition to the benchmark."""
 
@@ -68,8 +93,10 @@ class ProveReport(Frozen):
 
     parity: ParityReport | None = None
     loaded_parity: ParityReport | None = None
-    """Answers at the highest declared load against those of one user without a drafter; their rounds are not replayed.
-    None where no load is above one user."""
+    """Answers at the highest declared load against those of one user without a drafter: plain, streamed, with a stop
+    string, continued. Their rounds are not replayed. None where no load is above one user."""
+
+    sampled_parity: SampledParityReport | None = None
 
     load: LoadReport | None = None
     """Variants `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""

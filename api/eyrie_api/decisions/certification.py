@@ -24,7 +24,7 @@ WORDS: dict[Verdict, str] = {
     "faster": "Certified and faster", "not-faster": "Certified, and not faster", "not-lossless": "Not lossless",
     "undecided": "Undecided"}
 
-_OF_OUTPUT = ("identical", "parity", "parity-load")
+_OF_OUTPUT = ("identical", "parity", "parity-load", "parity-sampled")
 
 
 def certification(decision: PromotionDecision) -> Verdict:

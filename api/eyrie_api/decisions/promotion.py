@@ -21,7 +21,9 @@ Checks of the benchmark, measured in the reference engine:
 Checks of the proof, measured in the serving engine (`ProveReport`):
 
 4. `proof`, `parity`: the proof exists, is of this checkpoint, and the engine serves what was trained.
-   `parity-load`: at the highest declared load no answer was changed by drafting.
+   `parity-load`: at the highest declared load no answer was changed by drafting. `parity-sampled`: at temperature 1
+   answers from the same seeds are identical, or those of the engine's own noise may come from one distribution. An
+   engine that cannot be compared has no such check, and the reasons say so.
 5. `load:<users>`: every declared load reaches the speed-up over no drafter, with an interval above 1
    (`require_confidence`). Where the operating map says `off`, the interval must only not lie below 1. An interval that
    has both a slow-down and the required speed-up in it is undecided (`decisions.evidence`).
@@ -113,6 +115,8 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     reasons += (f"{report.checkpoint} was not compared: {report.dropped}" for report in benchmarks if report.dropped)
     if without_drafter(proof):
         reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
+    if proof is not None and proof.sampled_parity is not None and proof.sampled_parity.passed is None:
+        reasons += proof.sampled_parity.reasons
     serves = incumbent is not None or _has_variant(proof, INCUMBENT)
     if not serves:
         reasons.append("no incumbent: compared with no drafter alone")
@@ -373,6 +377,12 @@ def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_
         yield PromotionCheck(name="parity-load", passed=loaded.passed, bound=float(loaded.prompts),
                              figure=float(loaded.identical + loaded.explained), words=(
                                  f"parity under load in the {proof.engine} engine: {'; '.join(loaded.reasons)}"))
+    if (sampled := proof.sampled_parity) is not None and sampled.passed is not None:
+        figure, bound = sampled.p_value, None
+        if sampled.identical is not None:
+            figure, bound = float(sampled.identical + sampled.explained), float(sampled.answers)
+        yield PromotionCheck(name="parity-sampled", passed=sampled.passed, figure=figure, bound=bound, words=(
+            f"sampled parity in the {proof.engine} engine: {'; '.join(sampled.reasons)}"))
     for users in proof.load.spec.concurrencies:
         yield from _at_load(policy, proof, proof.load, users)
     yield from _suites_under_load(proof, proof.load, required_suites)

@@ -193,10 +193,10 @@ def _proof(work: PlannedWork, rates: Rates, pairs: int) -> StagePlan:
         return max(math.ceil(least / block), min(pairs, prove.most_pairs)) * block * prove.max_new_tokens
 
     together = variants * sum(tokens(load, prove.requests, pairs) for load in prove.concurrencies if load > 1)
-    if (most := max(prove.concurrencies)) > 1:  # parity under load: every prompt twice, or two requests per user
-        together += 2 * 2 * max(prove.parity_prompts, most) * prove.max_new_tokens
+    if (most := max(prove.concurrencies)) > 1:  # parity under load: every prompt twice, or two per user; and sampled
+        together += 2 * (2 * max(prove.parity_prompts, most) + prove.parity_prompts) * prove.max_new_tokens
     alone = (variants * sum(tokens(load, prove.requests, pairs) for load in prove.concurrencies if load <= 1)
-             + 3 * prove.parity_prompts * prove.max_new_tokens)
+             + (3 if most > 1 else 5) * prove.parity_prompts * prove.max_new_tokens)
     if prove.system_prompt:
         alone += 2 * tokens(min(prove.concurrencies), prove.requests // 2, math.ceil(pairs / 2))
     return StagePlan(stage="prove", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",

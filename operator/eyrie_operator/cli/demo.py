@@ -265,9 +265,12 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
     tau = parity["reference_tau"]
     reference = "" if tau is None else f" and {tau:.2f} in the reference engine"
     setting = proof["setting"] + (", by load" if proof["follows_load"] else "")
+    others = [Text("; ".join(compared["reasons"])) for compared in (proof["loaded_parity"], proof["sampled_parity"])
+              if compared is not None]
     return [Text(), Text(
         f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
-        f"with the drafter, tau is {parity['tau']:.2f} there{reference}. Under load, greedy, at {setting}:"), table]
+        f"with the drafter, tau is {parity['tau']:.2f} there{reference}."), *others,
+        Text(f"Under load, greedy, at {setting}:"), table]
 
 
 def _table(first: str, *numbers: str) -> Table:

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from eyrie_api.contract.hardware import HardwareReport
 from eyrie_api.contract.load import LoadReport
-from eyrie_api.contract.prove import ProveReport
+from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
 from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -131,9 +131,14 @@ def _proof(proof: ProveReport) -> dict[str, JsonValue]:
             "passed": parity.passed, "identical": parity.identical, "prompts": parity.prompts, "tau": parity.tau,
             "tau_interval": [parity.tau_interval.low, parity.tau_interval.high], "reference_tau": parity.reference_tau,
             "reasons": list(parity.reasons)},
+        "loaded_parity": _compared(proof.loaded_parity), "sampled_parity": _compared(proof.sampled_parity),
         "loads": [] if proof.load is None else _variants(proof.load),
         "changed_prompt": [] if proof.changed_prompt is None else _variants(proof.changed_prompt),
     }
+
+
+def _compared(parity: ParityReport | SampledParityReport | None) -> JsonValue:
+    return None if parity is None else {"passed": parity.passed, "reasons": list(parity.reasons)}
 
 
 def _variants(load: LoadReport) -> list[JsonValue]:

@@ -1,14 +1,15 @@
-"""The embedded engine's server with a fault planted in it, each of a kind that only requests next to others meet.
+"""The embedded engine's server with a fault planted in it, each of a kind that plain greedy requests of one user do not
+meet.
 
     python -m tests.workers.measure.faulty_engine FAULT <arguments of eyrie_workers.engines.server>
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from eyrie_workers.engines import server
-from eyrie_workers.speculation import cache, engine
+from eyrie_workers.engines import responses, server
+from eyrie_workers.speculation import cache, engine, verify
 
 
 def stale_keys() -> None:
@@ -50,9 +51,48 @@ def swapped_requests() -> None:
     engine.Engine._take = exchanged  # type: ignore[method-assign]
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "none": lambda: None, "stale keys": stale_keys, "wrong slot": wrong_slot, "mask off by one": mask_off_by_one,
+def argmax_at_temperature_1() -> None:
+    """Tokens are the most probable ones whatever the temperature."""
+    verify._sample = lambda logits, *_: logits.argmax(dim=-1)
+
+
+def late_stop() -> None:
+    """A stop string is found with the token after the one that completes it."""
+    push = responses.StopMatcher.push
+
+    def late(self: Any, text: str) -> str:
+        if not self._stops:
+            return push(self, text)
+        pending, self.pending = getattr(self, "pending", ""), text
+        return push(self, pending)
+
+    responses.StopMatcher.push = late  # type: ignore[method-assign]
+
+
+def lost_piece() -> None:
+    """A stream loses the second of its pieces."""
+    chunks = server.ActiveRequest.chunks
+
+    async def without_second(self: Any) -> AsyncIterator[dict[str, Any]]:
+        number = 0
+        async for chunk in chunks(self):
+            number += 1
+            if number != 2:
+                yield chunk
+
+    server.ActiveRequest.chunks = without_second  # type: ignore[method-assign]
+
+
+IN_A_BATCH: dict[str, Callable[[], None]] = {
+    "stale keys": stale_keys, "wrong slot": wrong_slot, "mask off by one": mask_off_by_one,
     "swapped requests": swapped_requests}
+"""Met by plain requests next to others."""
+
+OF_A_SHAPE: dict[str, Callable[[], None]] = {
+    "late stop": late_stop, "lost piece": lost_piece, "argmax at temperature 1": argmax_at_temperature_1}
+"""Met by no plain greedy request."""
+
+FAULTS: dict[str, Callable[[], None]] = {"none": lambda: None, **IN_A_BATCH, **OF_A_SHAPE}
 
 if __name__ == "__main__":
     FAULTS[sys.argv.pop(1)]()

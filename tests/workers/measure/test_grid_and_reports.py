@@ -8,7 +8,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import Setting, TuneSpec
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.benchmark.reports import cell_report, rate
-from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, first_difference
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample
 from eyrie_workers.measure.tuner.operating import (
     depth_against_width,
     draw,
@@ -146,10 +146,3 @@ def test_the_baseline_rate_is_of_everything_measured() -> None:
     entries = [entry("a", 0.0, baseline=sample(4.0), chain3=sample(1.0)),
                entry("a", 1.0, baseline=sample(40.0), chain3=sample(20.0))]
     assert rate([one.samples[BASELINE] for one in entries]) == pytest.approx(8 / 44)
-
-
-def test_a_missing_token_is_a_difference() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert first_difference([], [5]) == 0

@@ -1,8 +1,10 @@
 """The parity gate: its decision on plain values, near-ties and errors, the complete gate."""
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,19 +14,18 @@ from torch import Tensor
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.processes import free_port
-from eyrie_workers.engines.process import EngineCommand, EngineFailed, EngineProcess, start_engine, start_process
+from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from eyrie_workers.measure.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measure.parity import (
     Evidence,
     Served,
     compare_answers,
     compare_prompts,
-    compare_under_load,
     decide,
-    num_under_load,
+    first_difference,
     report_without_answers,
+    request_answer,
     request_answers,
-    request_under_load,
 )
 from eyrie_workers.measure.parity_reference import (
     Reference,
@@ -42,7 +43,6 @@ from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
-from tests.workers.measure.faulty_engine import FAULTS
 from tests.workers.measure.tiny_bench import random_drafter
 from tests.workers.speculation.drafters import RandomDrafter, TextState
 
@@ -285,55 +285,52 @@ def test_a_conversation_that_the_server_does_not_answer_is_a_difference(tmp_path
     assert difference.startswith("conversation 0: SGLang does not answer it")
 
 
-# Under load
+def test_a_missing_token_is_a_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], [5]) == 0
 
 
-def test_an_answer_that_changes_under_load_is_drafting_s_fault_unless_it_changes_without_a_drafter_too() -> None:
-    alone = [Served(token_ids=(n, n + 1), histogram=()) for n in range(3)]
-    batched = Served(token_ids=(9, 9), histogram=())
-    plain = [*alone, alone[0], alone[1], batched]
-    drafted = [served.model_copy(update={"histogram": (1,)}) for served in plain]
-
-    def unexplained(turn: int, one: Served, two: Served) -> tuple[str, bool]:
-        return f"prompt {turn}", False
-
-    same = compare_under_load("embedded", CHAIN, alone, plain, drafted, unexplained, 3)
-    assert (same.passed, same.prompts, same.identical, same.explained) == (True, 6, 5, 1)
-    assert "without a drafter 1 of 6 answers differ" in same.reasons[-1]
-    drafted[4] = batched
-    changed = compare_under_load("embedded", CHAIN, alone, plain, drafted, unexplained, 3)
-    assert (changed.passed, changed.identical, changed.explained) == (False, 4, 1)
-    assert "prompt 1" in changed.divergences
+# Streams
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_only_requests_next_to_others_meet_is_found_under_load_and_by_nothing_else(
-        fault: str, tmp_path: Path) -> None:
-    target = tiny_target(tmp_path / "target", max_position_embeddings=256)
-    drafter = random_drafter(tmp_path / "drafter", target)
-    use = DrafterUse(drafter_dir=str(drafter), setting=Setting(tree=CHAIN))
-    prompts, length = [[5 + n, *range(40, 44 + 2 * n)] for n in range(5)], 24
-    started = list[EngineProcess]()
-    try:
-        for name, setting in (("off", DrafterUse()), ("drafted", use)):
-            argv = EngineCommand(target, "m", setting, max_concurrency=3, threads=1).argv(tmp_path / f"{name}.json")
-            faulty = ["-m", "tests.workers.measure.faulty_engine", fault if name == "drafted" else "none"]
-            argv[1:3] = faulty
-            started.append(EngineProcess(start_process(argv, tmp_path / f"{name}.log"), tmp_path / f"{name}.json",
-                                         tmp_path / f"{name}.log"))
-        off, drafted = (process.wait_ready(120) for process in started)
-        alone = request_answers("embedded", off, "m", prompts, length)
-        assert [one.token_ids for one in request_answers("embedded", drafted, "m", prompts, length)] == [
-            one.token_ids for one in alone]
-        plain, found = (request_under_load("embedded", url, "m", prompts, length, 3) for url in (off, drafted))
-    finally:
-        for process in started:
-            process.stop()
-    reference = Reference(target, drafter, "embedded", CHAIN, "float32")
-    report = compare_under_load(
-        "embedded", CHAIN, alone, plain, found,
-        lambda turn, one, two: reference.divergence(f"prompt {turn}", prompts[turn], one, two), 3)
-    assert (report.prompts, [one.token_ids for one in plain]) == (
-        num_under_load(5, 3), [alone[number % 5].token_ids for number in range(10)])
-    assert report.passed == (fault == "none"), report
+@pytest.fixture
+def streaming() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that answers every request with the lines, and its URL."""
+    lines: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200 if lines else 503)
+            self.end_headers()
+            self.wfile.write(b"\n\n".join(lines) + b"\n\n")
+
+        def log_message(self, *_: object) -> None:
+            """Requests are not logged."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}", lines
+        server.shutdown()
+
+
+def test_the_last_piece_of_sglang_s_stream_is_the_answer_and_a_stream_that_is_cut_is_none(
+        streaming: tuple[str, list[bytes]]) -> None:
+    url, lines = streaming
+
+    def answer() -> Served:
+        return request_answer("sglang", url, "m", [1], 4, stream=True)
+
+    with pytest.raises(EngineFailed, match="answered 503"):
+        answer()
+    lines += [b'data: {"output_ids": [5], "meta_info": {}}',
+              b'data: {"output_ids": [5, 6], "meta_info": {"spec_correct_drafts_histogram": [1, 0]}}', b"data: [DONE]"]
+    assert answer() == Served(token_ids=(5, 6), histogram=(1, 0))
+    lines.pop()
+    with pytest.raises(EngineFailed, match="ended the stream before the answer: the connection closed"):
+        answer()
+    lines[:] = [b'data: {"error": {"message": "out of memory"}}', b"data: [DONE]"]
+    with pytest.raises(EngineFailed, match="out of memory"):
+        answer()

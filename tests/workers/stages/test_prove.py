@@ -142,6 +142,11 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     assert report.parity.histogram == report.parity.reference_histogram
     assert report.changed_parity is not None
     assert (report.changed_parity.identical, report.changed_parity.reference_tau) == (2, None)
+    assert report.loaded_parity is not None
+    assert (report.loaded_parity.passed, report.loaded_parity.prompts) == (True, 4)
+    assert "1 plain, 1 streamed, 1 cut at a stop string, 1 continuing an answer" in report.loaded_parity.reasons[-1]
+    assert report.sampled_parity is not None
+    assert (report.sampled_parity.passed, report.sampled_parity.identical) == (True, 2)
     assert report.load is not None
     assert {(one.variant, one.level) for one in report.load.levels} == {
         (variant, load) for variant in ("off", "candidate", "incumbent") for load in (1.0, 2.0)}

@@ -25,9 +25,8 @@ report the rounds of one request. SGLang counts all accepted tokens of the last 
 answer.
 """
 
-import contextlib
+import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -43,7 +42,7 @@ from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.measure.intervals import acceptance_interval, acceptance_length, add_histograms
 from eyrie_workers.targets.templates import ChatTokenizer
 
-_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
 WHOLE_LAST_ROUND: dict[EngineKind, bool] = {"sglang": True, "embedded": False}
 """Whether an engine counts all tokens accepted in the round that ends a request."""
 
@@ -55,21 +54,53 @@ class Served(Frozen):
     histogram: tuple[int, ...]
     """[k]: rounds in which k draft tokens were accepted; empty without a drafter."""
 
+    text: str | None = None
+    """Of the embedded engine alone, the pieces of a stream joined; None is not compared."""
 
-def request_answer(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> Served:
-    """The engine's greedy answer. Raises EngineFailed for an error status, a dropped or a refused connection."""
+
+def first_difference(first: Sequence[int] | str, second: Sequence[int] | str) -> int | None:
+    """Index of the first token that differs (a missing token differs from any); None when identical."""
+    for position, (ours, theirs) in enumerate(zip(first, second, strict=False)):
+        if ours != theirs:
+            return position
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def is_same(one: Served, two: Served) -> bool:
+    """Whether two answers are equal for a client."""
+    return one.token_ids == two.token_ids and (None in (one.text, two.text) or one.text == two.text)
+
+
+def request_answer(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int, *,
+                   temperature: float = 0.0, seed: int | None = None, stop: str = "", stream: bool = False) -> Served:
+    """The engine's answer, greedy by default. Raises EngineFailed for an error status, a dropped or a refused
+    connection, or a stream that ends before the answer.
+
+    seed, stop   of the embedded engine alone: SGLang draws its own noise
+    """
+    path, body = request_body(kind, model, prompt_ids, max_new_tokens, temperature)
     if kind == "sglang":
-        answer = _post(f"{url}/generate", {
-            "input_ids": list(prompt_ids),
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens}})
+        # Streamed, every piece has all tokens so far.
+        answer = _stream(url + path, body)[-1] if stream else _post(url + path, body)
         return Served(token_ids=answer["output_ids"],
                       histogram=answer["meta_info"].get("spec_correct_drafts_histogram") or ())
-    answer = _post(f"{url}/v1/completions", {
-        "model": model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, "temperature": 0.0,
-        "return_token_ids": True, "return_spec_tokens_details": True})
-    details = (answer.get("sglext") or {}).get("spec_tokens_details") or {}
-    return Served(token_ids=answer["choices"][0]["token_ids"],
+    body |= {"return_token_ids": True, "return_spec_tokens_details": True, "seed": seed, "stop": stop or None}
+    pieces = _stream(url + path, body) if stream else [_post(url + path, body)]
+    details = (pieces[-1].get("sglext") or {}).get("spec_tokens_details") or {}
+    choices = [piece["choices"][0] for piece in pieces]
+    return Served(token_ids=tuple(token for choice in choices for token in choice["token_ids"]),
+                  text="".join(choice["text"] for choice in choices),
                   histogram=details.get("spec_correct_drafts_histogram") or ())
+
+
+def request_body(kind: EngineKind, model: str, prompt_ids: Sequence[int], max_new_tokens: int,
+                 temperature: float = 0.0) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request by token ids."""
+    if kind == "sglang":
+        return "/generate", {"input_ids": list(prompt_ids),
+                             "sampling_params": {"temperature": temperature, "max_new_tokens": max_new_tokens}}
+    return "/v1/completions", {"model": model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens,
+                               "temperature": temperature}
 
 
 def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int,
@@ -80,48 +111,6 @@ def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Se
         answers.append(request_answer(kind, url, model, prompt, max_new_tokens))
         pause()
     return answers
-
-
-def request_under_load(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int,
-                       in_flight: int, pause: Callable[[], None] = lambda: None) -> list[Served]:
-    """Greedy answers to the prompts, cyclically, `in_flight` at a time: `num_under_load` of them, in order.
-
-    Every prompt is asked at least twice, so that an engine with a prefix cache finds it there, and next to every
-    fourth request another is sent whose client leaves after the first token. `pause` is called after each answer and
-    may raise. Raises EngineFailed.
-    """
-    asked = [prompts[number % len(prompts)] for number in range(num_under_load(len(prompts), in_flight))]
-    with ThreadPoolExecutor(in_flight + 1) as pool:
-        waiting: list[Future[Served]] = []
-        try:
-            for number, prompt in enumerate(asked):
-                if number % 4 == 0:
-                    pool.submit(_leave_early, kind, url, model, asked[-1 - number], max_new_tokens)
-                waiting.append(pool.submit(request_answer, kind, url, model, prompt, max_new_tokens))
-            answers = []
-            for future in waiting:
-                answers.append(future.result())
-                pause()
-            return answers
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def num_under_load(num_prompts: int, in_flight: int) -> int:
-    """Answers of `request_under_load`."""
-    return 2 * max(num_prompts, in_flight)
-
-
-def _leave_early(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-    """A streamed request whose connection is closed after the first piece of its answer."""
-    path, body = ("/generate", {"input_ids": list(prompt_ids),
-                                "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens}}) \
-        if kind == "sglang" else ("/v1/completions", {"model": model, "prompt": list(prompt_ids), "temperature": 0.0,
-                                                      "max_tokens": max_new_tokens})
-    # An engine that fails here fails the requests next to it, which are reported.
-    with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", f"{url}{path}", json={**body, "stream": True},
-                                                            timeout=_TIMEOUT_S) as response:
-        next(response.iter_bytes(), None)
 
 
 def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
@@ -152,7 +141,7 @@ def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
-        answer = httpx.post(url, json=body, timeout=_TIMEOUT_S)
+        answer = httpx.post(url, json=body, timeout=TIMEOUT_S)
         document = answer.json() if answer.is_success else None
     except (httpx.HTTPError, ValueError) as error:
         raise EngineFailed(f"{url} did not complete the request: {error}", "read the engine's log") from error
@@ -161,6 +150,27 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise EngineFailed(f"{url} did not answer with a JSON object", "check that the URL is an engine's")
     return document
+
+
+def _stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pieces of a streamed answer, one or more."""
+    pieces, ended = [], False
+    try:
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=TIMEOUT_S) as response:
+            for line in response.iter_lines() if response.is_success else ():
+                ended = ended or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    pieces.append(json.loads(line.removeprefix("data: ")))
+            text = "" if response.is_success else response.read().decode(errors="replace")
+    except (httpx.HTTPError, ValueError) as error:
+        raise EngineFailed(f"{url} did not complete the stream: {error}", "read the engine's log") from error
+    if not response.is_success:
+        raise EngineFailed(f"{url} answered {response.status_code}: {text[:500]}", "read the engine's log")
+    failed = next((piece["error"] for piece in pieces if "error" in piece), None)
+    if failed is not None or not ended or not pieces:
+        raise EngineFailed(f"{url} ended the stream before the answer: {failed or 'the connection closed'}",
+                           "read the engine's log")
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,7 @@ def compare_answers(kind: EngineKind, tree: DraftTreeShape, plain: Sequence[Serv
     """
     lines, ties = [], 0
     for index, (undrafted, served) in enumerate(zip(plain, drafted, strict=True)):
-        if undrafted.token_ids != served.token_ids:
+        if not is_same(undrafted, served):
             line, is_tie = divergence(index)
             lines.append(line)
             ties += is_tie
@@ -205,30 +215,6 @@ def compare_answers(kind: EngineKind, tree: DraftTreeShape, plain: Sequence[Serv
         tree=tree, histogram=histogram, tau=acceptance_length(histogram),
         tau_interval=_tau_interval(drafted),
         passed=len(lines) == ties, reasons=tuple(reasons))
-
-
-def compare_under_load(kind: EngineKind, tree: DraftTreeShape, alone: Sequence[Served], plain: Sequence[Served],
-                       drafted: Sequence[Served], divergence: Callable[[int, Served, Served], tuple[str, bool]],
-                       in_flight: int) -> ParityReport:
-    """Answers next to others (`request_under_load`) against those of one user without a drafter.
-
-    alone        of every prompt: one user, no drafter
-    plain        under load without a drafter: what differs there in the same way, drafting did not change. Sums may
-                 depend on the batch
-    divergence   of a prompt's number and its two answers: a line for the report, and whether it is a near-tie
-    """
-    expected = [alone[number % len(alone)] for number in range(len(drafted))]
-
-    def explained(index: int) -> tuple[str, bool]:
-        turn = index % len(alone)
-        if plain[index].token_ids == drafted[index].token_ids:
-            return f"prompt {turn}, under load: as without a drafter", True
-        return divergence(turn, expected[index], drafted[index])
-
-    batched = sum(one.token_ids != two.token_ids for one, two in zip(expected, plain, strict=True))
-    return compare_answers(kind, tree, expected, drafted, explained, (
-        f"{in_flight} at a time, next to aborted requests; without a drafter {batched} of {len(plain)} answers differ "
-        "from those of one user"))
 
 
 def _reasons_of_answers(num_prompts: int, num_diverged: int, num_ties: int) -> list[str]:

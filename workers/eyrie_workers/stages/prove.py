@@ -12,8 +12,9 @@ beat), all at once where their memory allows, else one after the other, and make
 3. Parity: the candidate's output equals `off`'s, and it accepts the tokens that the reference engine accepts. The
    servers answer; the reference engine replays their rounds when they are gone, so that it has the memory. Where it
    cannot hold the target all the same, or does not compute it, the answers alone are compared, and the report says so.
-   At the highest declared load both answer again, next to repeated prompts and to requests whose clients leave: an
-   answer that changes there, and does not change without a drafter, was changed by drafting.
+   At the highest declared load both answer again, in several shapes and next to requests whose clients leave: an
+   answer that changes there, and does not change without a drafter, was changed by drafting. So they do at temperature
+   1, where the engine's samples can be compared (`measure.parity_under_load`).
 
 A load is measured in pairs of blocks, with the candidate and without, until the interval of their ratio decides against
 the bounds of the promotion, or `prove.most_pairs` is reached (`eyrie_api.decisions.evidence`). Servers that do not fit
@@ -45,7 +46,7 @@ from eyrie_api.chat_template import probes
 from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
 from eyrie_api.contract.load import LoadReport, LoadSpec, fewest_requests
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.prove import ParityReport, ProveReport
+from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.stages import ProveStage
 from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
@@ -65,7 +66,6 @@ from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import REPORT, Suites, measuring, open_ledger, read_suites, round_robin
-from eyrie_workers.measure.benchmark.variants import first_difference
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import (
     LevelResults,
@@ -79,14 +79,23 @@ from eyrie_workers.measure.parity import (
     Served,
     compare_answers,
     compare_prompts,
-    compare_under_load,
-    num_under_load,
+    first_difference,
     report_without_answers,
     request_answers,
-    request_under_load,
 )
 from eyrie_workers.measure.parity_reference import Reference, why_not_held
-from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
+from eyrie_workers.measure.parity_under_load import (
+    LoadRequest,
+    compare_sampled,
+    compare_under_load,
+    num_under_load,
+    request_under_load,
+    requests_under_load,
+    sampled_not_compared,
+    sampled_requests,
+)
+from eyrie_workers.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
+from eyrie_workers.sglang.managed_engine import GREEDY_ONLY
 from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
@@ -123,9 +132,13 @@ class Answers(Frozen):
 
     changed_drafted: tuple[Served, ...] = ()
     loaded_plain: tuple[Served, ...] = ()
-    """At the highest declared load, the prompts cyclically (`request_under_load`)."""
+    """At the highest declared load, to `requests_under_load`."""
 
     loaded_drafted: tuple[Served, ...] = ()
+    sampled_plain: tuple[Served, ...] = ()
+    """At that load, to `sampled_requests`."""
+
+    sampled_drafted: tuple[Served, ...] = ()
     prompt_differences: tuple[str, ...] = ()
     error: str = ""
     """Why the drafted server did not answer; then there are no drafted answers."""
@@ -141,6 +154,7 @@ class CheckResult(Frozen):
     parity: ParityReport | None = None
     changed_parity: ParityReport | None = None
     loaded_parity: ParityReport | None = None
+    sampled_parity: SampledParityReport | None = None
     load: LoadReport | None = None
 
 
@@ -268,10 +282,10 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     parity, changed = proof.result(PARITY), proof.result(CHANGED_PROMPT)
     if parity is None:
         parity = judge_answers(proof, collected.answers)
-        for judged in (parity.parity, parity.changed_parity, parity.loaded_parity):
+        for judged in (parity.parity, parity.changed_parity, parity.loaded_parity, parity.sampled_parity):
             if judged is not None:
-                stage.event("Parity", ("holds: " if judged.passed else "FAILS: ") + "; ".join(judged.reasons),
-                            warning=not judged.passed)
+                result = {True: "holds: ", False: "FAILS: ", None: ""}[judged.passed]
+                stage.event("Parity", result + "; ".join(judged.reasons), warning=judged.passed is False)
         proof.ledger.append(parity)
     # The load tests of single levels as one report of all levels.
     checks = [proof.result(_load_check(load)) for load in spec.prove.concurrencies]
@@ -287,11 +301,14 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     report = report.model_copy(update={
         "parity": parity.parity, "load": load, "changed_prompt": changed.load if changed else None,
         "changed_parity": parity.changed_parity, "loaded_parity": parity.loaded_parity,
+        "sampled_parity": parity.sampled_parity,
         "prompt_differences": collected.answers.prompt_differences, "disturbed": proof.disturbed,
         "restarts": proof.history.restarts, "launch": launch, "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
         stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
-    holds = report.parity is not None and report.parity.passed
+    holds = report.parity is not None and all(
+        judged is None or judged.passed is not False
+        for judged in (report.parity, report.loaded_parity, report.sampled_parity))
     results = ["parity not checked" if report.parity is None else f"parity {'holds' if holds else 'FAILS'}",
                *(f"{comparison.throughput_ratio:.2f}x with {users(int(comparison.level))}"
                  for comparison in comparisons if comparison.variant == CANDIDATE),
@@ -361,6 +378,8 @@ def checks_of(spec: ProveStage, num_variants: int) -> list[_Check]:
     per_variant = prove.requests + _WARMUP_REQUESTS
     most = max(prove.concurrencies)
     loaded = 2 * num_under_load(prove.parity_prompts, most) if most > 1 else 0
+    if spec.engine.kind == "embedded":  # on a GPU, SGLang's samples are many and short
+        loaded += 2 * prove.parity_prompts
     checks = [_Check(ANSWERS, (4 if prove.system_prompt else 2) * prove.parity_prompts + loaded, _collect_answers)]
     for load in prove.concurrencies:
         checks.append(_Check(_load_check(load), num_variants * max(per_variant, fewest_requests(load) * _REPEATS),
@@ -445,12 +464,10 @@ def _collect_answers(proof: Proof) -> CheckResult:
         return tuple(request_answers(spec.engine.kind, server.server.url, proof.plan.model,
                                      parity_prompts(proof, system_prompt), spec.prove.max_new_tokens, pause=pause))
 
-    def loaded(name: str) -> tuple[Served, ...]:
+    def loaded(name: str, requests: Sequence[LoadRequest]) -> tuple[Served, ...]:
         """Of the server that follows the load, as callers will have it."""
-        in_flight = max(spec.prove.concurrencies)
-        return () if in_flight == 1 else tuple(request_under_load(
-            spec.engine.kind, proof.server(name).server.url, proof.plan.model, parity_prompts(proof),
-            spec.prove.max_new_tokens, in_flight, pause))
+        return tuple(request_under_load(spec.engine.kind, proof.server(name).server.url, proof.plan.model, requests,
+                                        max(spec.prove.concurrencies), pause))
 
     changed = spec.prove.system_prompt
     plain = proof.server(BASELINE)
@@ -459,17 +476,39 @@ def _collect_answers(proof: Proof) -> CheckResult:
         tokenizer = ChatTokenizer(resolve(spec.target))
         sent = [(prompt.messages, prompt.tools) for prompt in proof.prompts[:_COMPARED_PROMPTS]]
         differences = compare_prompts(plain.server.url, proof.plan.model, tokenizer, [*probes(tokenizer.form), *sent])
-    without = answers(plain, None), answers(plain, changed) if changed else (), loaded(BASELINE)
+    alone = answers(plain, None)
+    collected = Answers(plain=alone, drafted=(), prompt_differences=differences)
+    without = collected.model_copy(update={
+        "changed_plain": answers(plain, changed) if changed else (),
+        "loaded_plain": loaded(BASELINE, loaded_requests(proof, alone)),
+        "sampled_plain": loaded(BASELINE, sampled_of(proof))})
     drafted = proof.server(proof.parity_variant)
     try:
-        collected = Answers(plain=without[0], drafted=answers(drafted, None), changed_plain=without[1],
-                            changed_drafted=answers(drafted, changed) if changed else (),
-                            loaded_plain=without[2], loaded_drafted=loaded(CANDIDATE), prompt_differences=differences)
+        collected = without.model_copy(update={
+            "drafted": answers(drafted, None), "changed_drafted": answers(drafted, changed) if changed else (),
+            "loaded_drafted": loaded(CANDIDATE, loaded_requests(proof, alone)),
+            "sampled_drafted": loaded(CANDIDATE, sampled_of(proof))})
     except EngineFailed as error:
         if not proof.last_try:
             raise
-        collected = Answers(plain=without[0], drafted=(), error=error.message, prompt_differences=differences)
+        collected = collected.model_copy(update={"error": error.message})
     return CheckResult(question=ANSWERS, answers=collected)
+
+
+def loaded_requests(proof: Proof, alone: Sequence[Served]) -> list[LoadRequest]:
+    """The greedy requests at the highest declared load; none where that is one user."""
+    prove = proof.spec.prove
+    in_flight = max(prove.concurrencies)
+    return [] if in_flight == 1 else requests_under_load(
+        proof.spec.engine.kind, parity_prompts(proof), alone, prove.max_new_tokens, in_flight,
+        ChatTokenizer(resolve(proof.spec.target)).decode)
+
+
+def sampled_of(proof: Proof) -> list[LoadRequest]:
+    """The requests at temperature 1; none where SGLang would answer them greedily."""
+    if proof.spec.engine.kind == "sglang" and (proof.plan.machine or detect_hardware()).platform == "cpu":
+        return []
+    return sampled_requests(proof.spec.engine.kind, parity_prompts(proof), proof.spec.prove.max_new_tokens)
 
 
 def parity_prompts(proof: Proof, system_prompt: str | None = None) -> list[list[int]]:
@@ -527,13 +566,22 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     if setting.method == "ngram":
         why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
 
-    def divergence(title: str, prompt: list[int], plain: Served, drafted: Served) -> tuple[str, bool]:
-        if reference is not None:
-            return reference.divergence(title, prompt, plain, drafted)
+    def divergence(title: str, prompt: Sequence[int], plain: Served, drafted: Served,
+                   seed: int | None = None) -> tuple[str, bool]:
+        """`seed` is that of a request at temperature 1."""
         two = plain.token_ids, drafted.token_ids
-        if judge is not None and (difference := explain(judge(), title, prompt, *two)) is not None:
+        if two[0] == two[1]:
+            place = first_difference(plain.text or "", drafted.text or "")
+            return f"{title}: the tokens are equal, the text differs at character {place}", False
+        source = reference.target if reference is not None else judge() if judge is not None else None
+        temperature = 0.0 if seed is None else 1.0
+        if source is not None and (difference := explain(
+                source, title, prompt, *two, temperature=temperature, seed=seed or 0)) is not None:
             return difference.line(dtype), difference.is_tie(dtype)
         return f"{title}: position {first_difference(*two)}", False
+
+    def of_request(request: LoadRequest, plain: Served, drafted: Served) -> tuple[str, bool]:
+        return divergence(request.title, request.prompt_ids, plain, drafted, request.seed)
 
     def compare(name: str, prompts: list[list[int]], plain: Sequence[Served], drafted: Sequence[Served],
                 note: str) -> ParityReport:
@@ -550,10 +598,13 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
         changed = compare("changed prompt", parity_prompts(proof, spec.prove.system_prompt), answers.changed_plain,
                           answers.changed_drafted, "with another system prompt; its rounds are not replayed")
     loaded = compare_under_load(
-        kind, tree, answers.plain, answers.loaded_plain, answers.loaded_drafted,
-        lambda turn, plain, drafted: divergence(f"prompt {turn}, under load", prompts[turn], plain, drafted),
+        kind, tree, loaded_requests(proof, answers.plain), answers.loaded_plain, answers.loaded_drafted, of_request,
         max(spec.prove.concurrencies)) if answers.loaded_drafted else None
-    return CheckResult(question=PARITY, parity=parity, changed_parity=changed, loaded_parity=loaded)
+    sampled = compare_sampled(
+        kind, sampled_of(proof), answers.sampled_plain, answers.sampled_drafted, answers.plain, of_request) \
+        if answers.sampled_drafted else sampled_not_compared(kind, GREEDY_ONLY)
+    return CheckResult(question=PARITY, parity=parity, changed_parity=changed, loaded_parity=loaded,
+                       sampled_parity=sampled)
 
 
 def load_spec(spec: ProveStage, loads: Sequence[int], requests: int, repeats: int,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.decisions.near_ties import is_near_tie
-from eyrie_workers.measure.benchmark.variants import first_difference
+from eyrie_workers.measure.parity import first_difference
 from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.state_source import StateSource
 

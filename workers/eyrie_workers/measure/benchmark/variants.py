@@ -94,14 +94,6 @@ class Entry(Frozen):
         return (self.suite, self.prompt_id, self.temperature, self.repeat)
 
 
-def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing token differs from any); None when identical."""
-    for position, (ours, theirs) in enumerate(zip(first, second, strict=False)):
-        if ours != theirs:
-            return position
-    return None if len(first) == len(second) else min(len(first), len(second))
-
-
 WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 
 
