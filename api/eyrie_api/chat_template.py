@@ -23,7 +23,10 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +38,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from eyrie_api import client_left
 from eyrie_api.chat_messages import Message
 from eyrie_api.contract.model import Frozen
 from eyrie_api.data_files import open_regular
@@ -46,6 +50,9 @@ MAX_TEMPLATE_CHARACTERS = 1 << 20
 _PROBE_SECONDS, _PROBE_BYTES = 4, 2 << 30
 """Of processor time and memory. Rendering takes milliseconds, but a busy machine starts a process slowly: six times as
 long may go by."""
+
+_LISTEN_S = 0.2
+"""Between two looks at whether the client that waits for a template's process has left."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ERRORS = (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError, ArithmeticError, LookupError,
@@ -332,21 +339,35 @@ def probe_apart(sources: Mapping[str, tuple[str, str]], special: Mapping[str, st
 
     Raises NoChatTemplate for a template that is no Jinja, refuses any conversation, or exceeds a limit.
     """
-    try:
-        ended = subprocess.run([sys.executable, "-m", __name__, str(_PROBE_SECONDS)], text=True, capture_output=True,
-                               input=json.dumps([sources, special, prompts]), timeout=6 * _PROBE_SECONDS, check=False)
-        failure = ended.stderr.strip().rpartition("\n")[2]  # empty where a limit of the kernel ended it
-    except subprocess.TimeoutExpired:
-        ended, failure = None, ""
-    if ended is None or ended.returncode != 0:
+    with tempfile.TemporaryFile("w+") as given:  # a pipe takes all of it only from a process that reads
+        given.write(json.dumps([sources, special, prompts]))
+        given.seek(0)
+        with subprocess.Popen([sys.executable, "-m", __name__, str(_PROBE_SECONDS)], text=True, stdin=given,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            try:
+                output, errors = _outputs(process)
+            finally:
+                process.kill()  # where the client has left, or the time is over; without effect on one that has ended
+    if process.returncode != 0 or not output:
+        failure = errors.strip().rpartition("\n")[2]  # empty where a limit of the kernel ended it
         what = f"{len(prompts)} conversations of the data" if prompts else "a conversation of four short turns"
         raise NoChatTemplate(f"the target's chat template does not render {what} within {_PROBE_SECONDS} seconds and "
                              f"{_PROBE_BYTES >> 30} GiB{failure and f' ({failure})'}",
                              "restore the model's own template")
-    answer = json.loads(ended.stdout)
+    answer = json.loads(output)
     if "error" in answer:
         raise NoChatTemplate(answer["error"], answer["hint"])
     return Form.model_validate(answer["form"]), answer["refusals"]
+
+
+def _outputs(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a process prints and reports; empty where it does not end in time."""
+    until_s = time.monotonic() + 6 * _PROBE_SECONDS
+    while time.monotonic() < until_s:
+        client_left.check()
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_LISTEN_S)
+    return "", ""
 
 
 def _refusal(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Message],

@@ -19,6 +19,8 @@ from itertools import count
 from pathlib import Path, PurePath
 from typing import IO, cast
 
+from eyrie_api import client_left
+
 S3, HTTPS = "s3://", "https://"
 """How the paths of files that are elsewhere begin."""
 
@@ -68,14 +70,20 @@ def data_files(path: str) -> list[Path]:
         else:
             files = [file for file in location.parent.iterdir() if names_data(file.name, location.name)] \
                 if is_pattern(path) else []
-        return sorted(file for file in files if file.is_file())
+        return sorted(filter(_is_file, files))
     except (OSError, ValueError, RuntimeError):  # a NUL in the path; the home of an unknown user
         return []
+
+
+def _is_file(path: Path) -> bool:
+    client_left.check()
+    return path.is_file()
 
 
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file of stored bytes. Raises OSError, for what is none too: a FIFO or a device, of which reading may wait
     for ever, whatever the path named a moment ago; a file that the kernel makes up (/proc/kmsg waits)."""
+    client_left.check()
     # Without O_NONBLOCK opening a FIFO waits for its other end.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or any(map(path.resolve().is_relative_to, _OF_THE_KERNEL)):
@@ -158,6 +166,7 @@ def row_lines(file: io.BufferedIOBase | IO[bytes], max_row_bytes: int = MAX_ROW_
             raise ValueError(f"more than {max_row_bytes} bytes of white space up to line {number}")
         if not line:
             return
+        client_left.check()
         yield line
 
 
@@ -176,6 +185,7 @@ def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> I
         if not buffer:
             if blank > max_row_bytes:  # a gigabyte of it fits a megabyte of gzip
                 raise ValueError(f"more than {max_row_bytes} bytes of white space after element {number}")
+            client_left.check()
             buffer = text.read(_PIECE)
             if not buffer:
                 raise ValueError(f"the array ends early, after {number} elements")
@@ -207,6 +217,7 @@ def _element(text: io.TextIOWrapper, buffer: str, number: int, max_row_bytes: in
         if end < len(buffer):
             return buffer[end:], value
         # An element that reaches the end of what was read may go on.
+        client_left.check()
         more = text.read(max(_PIECE, len(buffer))) if len(buffer) <= max_row_bytes else ""
         if not more and fault:
             raise ValueError(f"element {number} is not JSON ({fault}), or longer than {max_row_bytes} bytes")

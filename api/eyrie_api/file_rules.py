@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from eyrie_api import client_left
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.data_files import data_files, is_pattern, is_remote, open_regular
@@ -66,7 +67,10 @@ def reached(field: str, text: str | Path) -> Iterator[Path]:
         else:
             entries = [entry for directory in (path, path / _NESTED) if directory.is_dir()
                        for entry in directory.iterdir()]
-        yield from (entry.resolve() for entry in entries if entry.is_symlink())
+        for entry in entries:
+            client_left.check()
+            if entry.is_symlink():
+                yield entry.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # NUL in the path; a loop of links; the home of no user
         raise InvalidInput(f"{field} {text!r} cannot be followed: {error}", "give the path of a file or a directory") \
             from None

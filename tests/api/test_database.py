@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError, StatementError
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import schema_state, upgrade
-from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
+from eyrie_api.database.tables import Base, EndpointRow, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput, TablesTooOld
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import NOW, job_spec
@@ -34,6 +34,27 @@ def test_tables_of_a_version_before_0_2_are_refused_and_left_as_they_are(databas
         assert "new database, or another EYRIE_HOME" in refused.value.hint
     with database.reading() as session:
         assert session.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == "v0011"
+
+
+def test_tables_of_0_2_0_are_migrated_to_the_metadata_and_a_program_of_0_2_0_goes_on_with_them(
+        database: Database) -> None:
+    with database.writing() as session:
+        session.execute(text("ALTER TABLE endpoints DROP COLUMN reads"))
+        session.execute(text("UPDATE alembic_version SET version_num = 'r001'"))
+        columns = {column["name"]: column for column in inspect(session.connection()).get_columns("endpoints")}
+        names = [name for name in columns if name != "url"]
+        add = text(f"INSERT INTO endpoints ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})")
+        known = {"target": "{}", "serve": "{}", "conditions": "[]", "num_replicas": 1, "active_revision": None,
+                 "candidate_revision": 1, "created_at": NOW, "updated_at": NOW}
+        values = {name: known.get(name, "x") for name in names}
+        session.execute(add, values)
+    assert schema_state(database) == "behind"
+    upgrade(database)
+    test_the_migrated_tables_equal_the_metadata(database)
+    with database.writing() as session:
+        session.execute(add, values | {"name": "y"})  # by the older program, after a rollback
+    with database.reading() as session:
+        assert [row.reads for row in session.scalars(select(EndpointRow))] == [None, None]
 
 
 def test_tables_of_another_program_are_not_taken_over(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Endpoint rows: candidates, what activates and rejects them, the way back; and the results they are promoted from."""
 
+from pathlib import Path
+
 import pytest
 
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.read_rules import EndpointRules, ReadRules
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.status import Condition, Revision
 from eyrie_api.contract.targets import TargetSpec
@@ -159,6 +162,26 @@ def test_the_job_promoted_last_says_how_it_is_served_but_the_port_stays(endpoint
     endpoints.create("default", TARGET, EndpointServeSpec(port=1, max_concurrency=3, record_prompts=9), "quickstart")
     serve = endpoints.serving("default").serve
     assert (serve.port, serve.max_concurrency, serve.record_prompts) == (9000, 3, 9)
+
+
+def test_an_endpoint_keeps_the_rules_it_was_made_with_and_without_any_has_the_strictest(endpoints: Endpoints) -> None:
+    home, reads = Path("/home/eyrie"), ReadRules(home="/home/eyrie", places=("jobs/data",))
+
+    def rules(job_id: str | None = None) -> ReadRules | None:
+        return endpoints.serving("default").rules(home, job_id)
+
+    def make(reads: ReadRules | None) -> None:
+        endpoints.create("default", TARGET, EndpointServeSpec(), "quickstart", reads=EndpointRules(rules=reads))
+
+    assert rules() == ReadRules(home="/home/eyrie")
+    assert rules("j") == ReadRules(home="/home/eyrie", places=("jobs/j",))
+    make(reads)
+    assert rules("j") == ReadRules(home="/home/eyrie", places=("jobs/data", "jobs/j"))
+    make(None)
+    endpoints.create("default", TARGET, EndpointServeSpec(), "quickstart")
+    assert rules() == reads
+    endpoints.create("free", TARGET, EndpointServeSpec(), "quickstart", reads=EndpointRules(rules=None))
+    assert endpoints.serving("free").rules(home, "j") is None
 
 
 @pytest.fixture

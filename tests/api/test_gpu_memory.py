@@ -72,7 +72,8 @@ def test_an_embedded_engine_is_not_advised_to_divide_the_weights_itself(cluster:
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"capture": {"mode": "stream"}}, "capture.mode is 'stream'"),
+    # Of a family whose training step is described, the step would be refused first.
+    ({"capture": {"mode": "stream"}, "drafter": {"family": "eagle1"}}, "capture.mode is 'stream'"),
     ({"capture": {"source": "reference"}}, "capture.source is 'reference'"),
     ({"regenerate": {"engine": "embedded"}}, "regenerate.engine is 'embedded'")])
 def test_what_computes_on_one_gpu_is_named_whatever_the_size_of_a_server(

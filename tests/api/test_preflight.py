@@ -104,6 +104,25 @@ def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with
     assert "training memory of each GPU" not in {one.name for one in plan(job_spec(**job), settings).assumptions}
 
 
+def test_a_target_that_streams_its_states_counts_with_the_training_step_unless_it_has_devices_of_its_own(
+        settings: Settings, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats.jsonl").write_text(ROW)
+    job: dict[str, Any] = {
+        "target": {"model": str(target)}, "data": data(tmp_path / "chats.jsonl"), "train": {"max_tokens_per_gpu": 512},
+        "placement": {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-2GB"}}}}
+
+    def memory(**capture: Any) -> float:
+        planned = plan(job_spec(**job, capture=capture), settings)
+        return next(one.value for one in planned.assumptions if one.name == "training memory of each GPU")
+
+    streamed = {"mode": "stream", "stream_buffer_bytes": 500_000_000}
+    assert memory(**streamed) >= memory() + 0.5
+    large = streamed | {"stream_buffer_bytes": 2**31}
+    refused(settings, GpuTooSmall, "set capture.mode to 'store', or ", **job, capture=large)
+    monkeypatch.setenv("EYRIE_TARGET_DEVICE", "cuda:1")
+    assert memory(**large) > 2.0
+
+
 def test_a_hub_target_in_the_cache_is_checked_like_a_directory(
         settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

@@ -1,10 +1,12 @@
 """Tokens of a step where the job names none."""
 
+from dataclasses import replace
+
 import pytest
 
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import GpuTooSmall
-from eyrie_api.planning.training_cost import usable_bytes
+from eyrie_api.planning.training_cost import streamed_bytes, usable_bytes
 from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from tests.api.test_training_cost import DRAFTER_8B, GIB
 
@@ -45,6 +47,21 @@ def test_where_no_step_fits_the_drafter_or_the_gpus_must_change() -> None:
         training().require(6 * GIB, "it", usable_bytes(6 * GIB))
     assert refused.value.hint.startswith("use GPUs with more memory")
     assert training(8).need(80 * GIB).total < training(1).need(80 * GIB).total
+
+
+def test_the_target_that_streams_its_states_counts_on_each_gpu_and_the_hint_names_the_store() -> None:
+    device = 24 * GIB
+    alone = training(max_tokens_per_gpu=4096)
+    assert alone.require(device, "an A10", usable_bytes(device))
+    weights, pass_of = 14 * GIB, 4096 * 2 * (4 * 4096 + 3 * 4096 + 3 * 14_336)
+    streamed = streamed_bytes(DRAFTER_8B, weights, 2, 4, 4096, GIB)
+    assert streamed == weights + pass_of + GIB
+    both = replace(alone, streamed_bytes=streamed)
+    for gpus in (1, 8):
+        assert (replace(both, num_gpus=gpus).need(device).components["streamed target"]) == streamed
+    with pytest.raises(GpuTooSmall, match=r"\(streamed target 1\d\.\d GB\), and an A10 has") as refused:
+        both.require(device, "an A10", usable_bytes(device))
+    assert refused.value.hint.startswith("set capture.mode to 'store', or ")
 
 
 @pytest.mark.parametrize(("gib", "tokens"), [(80, 16_384), (14, 4096), (6, 16_384)])

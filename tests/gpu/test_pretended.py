@@ -302,6 +302,17 @@ def test_a_gpu_without_the_memory_of_a_step_is_refused_before_the_first(
     assert not list((tmp_path / "out" / "checkpoints").glob("*"))
 
 
+def test_the_target_that_streams_its_states_counts_with_the_memory_of_a_step(
+        stages: None, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing.write_rows(tmp_path / "rows", target_dir, 16)
+    capturing.write_spec(tmp_path / "stream", target_dir, tmp_path / "rows", mode="stream", stream_buffer_bytes=1 << 30)
+    assert capturing.run(tmp_path / "stream") == 0
+    training.write_spec(tmp_path / "out", target_dir, tmp_path / "stream")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 40))
+    assert training.run(tmp_path / "out") == GpuTooSmall.exit_code
+    assert "(streamed target 1" in (tmp_path / "out" / "failure.json").read_text()
+
+
 def test_a_training_that_was_stopped_goes_on_there_and_ends_in_the_same_drafter(
         stages: None, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing.write_rows(tmp_path / "rows", target_dir, 16)

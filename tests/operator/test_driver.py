@@ -28,6 +28,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.tables import JobRow
 from eyrie_api.errors import Conflict
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
@@ -453,6 +454,20 @@ def test_a_job_of_a_restored_backup_whose_directory_is_gone_runs_from_its_beginn
     job = harness.drive(job_id)
     assert (job.status.phase, job.status.attempt) == ("Succeeded", 1)
     assert [rehearsal.starts().count(one) for one in ("regenerate", "capture")] == [2, 2]
+
+
+def test_a_stored_job_without_rules_for_files_fails_with_the_hint_to_submit_it_again(harness: Harness) -> None:
+    job_id = harness.submit()
+    with harness.database.writing() as session:
+        row = session.get(JobRow, job_id)
+        assert row is not None
+        resolved = {name: value for name, value in row.submission["resolved"].items() if name != "reads"}
+        row.submission = row.submission | {"resolved": resolved}
+    harness.driver.advance(job_id)
+    failed = find(harness.jobs.get(job_id).status.conditions, "Failed")
+    assert failed is not None
+    assert "submit it again" in failed.message
+    assert not (harness.directory(job_id) / "run").exists()
 
 
 def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(harness: Harness, rehearsal: Rehearsal) -> None:

@@ -421,6 +421,31 @@ def test_an_endpoint_whose_drafter_is_damaged_serves_without_one_and_an_event_sa
     assert (seen.revisions[0].rejected_reason, answer.headers["x-eyrie-revision"]) == (None, "1")
 
 
+def test_no_engine_opens_files_that_its_endpoints_project_may_not_read(tmp_path: Path, target: Path) -> None:
+    # A link of the target's directory was changed after the job was promoted.
+    theirs, model = tmp_path / "home/jobs/theirs/rows.jsonl", tmp_path / "model"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("{}")
+    model.mkdir()
+    (model / "config.json").symlink_to(theirs)
+    harness = Harness(tmp_path / "home", model)
+    try:
+        seen = harness.tend_until(lambda seen: find(seen.conditions, "Serving") is not None)
+        condition = find(seen.conditions, "Serving")
+        assert condition is not None
+        assert (condition.status, condition.reason) == ("False", "InvalidInput")
+        assert "not of your project" in condition.message
+        assert harness.engines() == {}
+        # The drafter of another job's directory, by the same rules.
+        (model / "config.json").unlink()
+        harness.propose(theirs.parent)
+        seen = harness.tend_until(lambda seen: seen.revisions[-1].state == "rejected")
+        assert "the drafter" in str(seen.revisions[-1].rejected_reason)
+        assert harness.engines() == {}
+    finally:
+        harness.close()
+
+
 def test_a_port_in_use_is_reported_on_the_endpoint(tmp_path: Path, target: Path) -> None:
     import socket
 

@@ -26,6 +26,7 @@ from typing import IO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from eyrie_api import client_left
 from eyrie_api.contract.rules import first_problem
 from eyrie_api.contract.stages import FileEntry, Manifest
 from eyrie_api.errors import RUN_AGAIN, ArtifactCorrupt, ArtifactMissing
@@ -49,6 +50,7 @@ def digest_file(path: Path) -> str:
     sha = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
+            client_left.check()
             sha.update(chunk)
     return "sha256:" + sha.hexdigest()
 

@@ -22,6 +22,17 @@ class ReadRules(Frozen):
     private_hosts: tuple[str, ...] = ()
     """Hosts that may have such addresses all the same: an administrator named them (EYRIE_CREDENTIAL_HOSTS)."""
 
+    def with_job(self, job_id: str | None) -> "ReadRules":
+        """With the directory of a job, which the control plane itself names; None: as they are."""
+        return self if job_id is None else self.model_copy(update={"places": (*self.places, f"jobs/{job_id}")})
+
+
+class EndpointRules(Frozen):
+    """Which files the engines of an endpoint may open, stored with it: by whom it was made."""
+
+    rules: ReadRules | None
+    """None: who made it has a role in all projects."""
+
 
 def reads_of_job() -> Any:
     """A stage's field for them. It is not in the JSON of a stage that has none, whose digest it therefore does not

@@ -17,7 +17,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.placement import LabelValue, StageKey
 from eyrie_api.contract.plan import Plan
-from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.read_rules import EndpointRules, ReadRules
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.stages import ComparedMix
 from eyrie_api.contract.targets import TargetSpec
@@ -122,6 +122,11 @@ class ResolvedJob(Frozen):
 
     plan: Plan | None = None
     """None where the target's sizes were not known."""
+
+    @property
+    def endpoint_rules(self) -> EndpointRules | None:
+        """The rules for an endpoint that serves what it made; None where a version without rules accepted the job."""
+        return EndpointRules(rules=self.reads) if "reads" in self.model_fields_set else None
 
     @property
     def brought(self) -> tuple[RivalSpec, ...]:

@@ -12,6 +12,7 @@ transaction. An endpoint is in the project its name belongs to (`eyrie_api.datab
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from sqlalchemy import func, select
@@ -22,6 +23,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import Action
 from eyrie_api.contract.endpoints import Actor
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.read_rules import EndpointRules, ReadRules
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.status import Condition, Endpoint, EndpointList, Revision
 from eyrie_api.contract.targets import TargetSpec
@@ -44,6 +46,14 @@ class Serving:
 
     target: TargetSpec
     serve: EndpointServeSpec
+    reads: EndpointRules | None = None
+    """None: it was made by a version without rules."""
+
+    def rules(self, home: Path, job_id: str | None) -> ReadRules | None:
+        """For the files that the engine of a revision opens, whose drafter is of this job; None: any. An endpoint
+        without rules has the strictest: nothing below `home` but that job."""
+        known = self.reads or EndpointRules(rules=ReadRules(home=str(home)))
+        return None if known.rules is None else known.rules.with_job(job_id)
 
 
 class Endpoints:
@@ -58,13 +68,15 @@ class Endpoints:
             return endpoint_names.project_of(session, name)
 
     def create(self, name: str, target: TargetSpec, serve: EndpointServeSpec, model: str,
-               project: str | None = None, num_replicas: int = 1, *, checked: bool = False) -> Endpoint:
+               project: str | None = None, num_replicas: int = 1, *, reads: EndpointRules | None = None,
+               checked: bool = False) -> Endpoint:
         """Create the endpoint with the target alone as its first candidate, or update an existing one.
 
         The serving section of the job that promoted last applies from the next engine on, except the port, which is
         kept. Raises Conflict when the endpoint exists for another target, since a URL must not change its model under
         its users, and when its name belongs to another project. `project` defaults to the one that owns the name.
-        `num_replicas` is what it counts for quotas; they are checked in requests, and if `checked`.
+        `num_replicas` is what it counts for quotas; they are checked in requests, and if `checked`. `reads` are kept
+        from the first time that they are given: the target stays the same, and so do the pods that serve it.
         """
         now = self._clock()
         with self._database.writing() as session:
@@ -78,7 +90,7 @@ class Endpoints:
                 row = EndpointRow(
                     name=name, target=target.model_dump(mode="json"), serve=serve.model_dump(mode="json"), model=model,
                     url=None, desired="on", active_revision=None, candidate_revision=1, conditions=[], created_at=now,
-                    updated_at=now, num_replicas=num_replicas)
+                    updated_at=now, num_replicas=num_replicas, reads=None if reads is None else reads.model_dump())
                 session.add(row)
                 session.flush()
                 session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None,
@@ -97,6 +109,7 @@ class Endpoints:
             else:
                 row.serve = serve.model_copy(update={"port": row.serve["port"]}).model_dump(mode="json")
                 row.num_replicas = num_replicas
+                row.reads = row.reads or (None if reads is None else reads.model_dump())
                 session.flush()
             return self._render(session, row)
 
@@ -121,7 +134,8 @@ class Endpoints:
         Forbidden."""
         with self._database.reading() as session:
             row = self._find(session, name, action)
-            return Serving(TargetSpec.model_validate(row.target), EndpointServeSpec.model_validate(row.serve))
+            return Serving(TargetSpec.model_validate(row.target), EndpointServeSpec.model_validate(row.serve),
+                           None if row.reads is None else EndpointRules.model_validate(row.reads))
 
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
                 drafter_dir: str | None = None, reason: str, speedup: float | None = None, tau: float | None = None,

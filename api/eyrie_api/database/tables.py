@@ -206,7 +206,8 @@ class ResultRow(Base):
 
 
 class EndpointRow(Base):
-    """One endpoint. `target` and `serve` are a TargetSpec and an EndpointServeSpec."""
+    """One endpoint. `target`, `serve` and `reads` are a TargetSpec, an EndpointServeSpec and EndpointRules; `reads` is
+    NULL in rows of versions without rules."""
 
     __tablename__ = "endpoints"
     name: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
@@ -221,6 +222,7 @@ class EndpointRow(Base):
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
     num_replicas: Mapped[int]
+    reads: Mapped[dict[str, Any] | None] = mapped_column(sa.JSON(none_as_null=True))
 
 
 class RevisionRow(Base):

@@ -4,12 +4,13 @@ A handler receives it with the request's scope (`RequestControl`): every reposit
 a route cannot read or change rows outside of it by forgetting a check.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from eyrie_api import client_left
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
@@ -117,3 +118,12 @@ async def _scoped(request: Request) -> Control:
 
 RequestControl = Annotated[Control, Depends(_scoped)]
 """Parameter type of a handler that needs the control plane, restricted to the scope of the request."""
+
+
+async def _ends_with_client(request: Request) -> AsyncIterator[None]:
+    async with client_left.watch(request.receive):
+        yield
+
+
+EndsWithClient = Depends(_ends_with_client)
+"""Dependency of a route that reads users' files: reading them ends when the client leaves."""

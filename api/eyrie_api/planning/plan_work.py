@@ -29,7 +29,13 @@ from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.row_draw import expected_union, quotas, shares
 from eyrie_api.planning.sweep import may_train_together
-from eyrie_api.planning.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
+from eyrie_api.planning.training_cost import (
+    TrainedDrafter,
+    eagle3_flops,
+    expected_work,
+    streamed_bytes,
+    usable_bytes,
+)
 from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 
 ASSUMED_GPU_BYTES = 80 * 10**9
@@ -283,10 +289,15 @@ def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus 
     spec, num_gpus = work.spec, work.num_gpus
     if not num_gpus or not FAMILIES[candidate.drafter.family].step_cost_known:
         return None
+    drafter, element, streamed = work.drafter(candidate), ELEMENT_BYTES[work.job.target.dtype], 0
+    if work.streamed:
+        streamed = streamed_bytes(drafter, work.target.parameters * element, element, work.num_aux + 1,
+                                  spec.capture.batch_tokens, spec.capture.stream_buffer_bytes)
     training = TrainingOnGpus(
-        work.drafter(candidate), with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
+        drafter, with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
         work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
-        top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None)
+        top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None,
+        streamed_bytes=streamed)
     if candidate.train.max_tokens_per_gpu is not None:
         return training
     device = gpu_bytes(work.job.gpus["train"].gpu_type) or ASSUMED_GPU_BYTES

@@ -631,6 +631,8 @@ def training_steps_fit(submission: Submission) -> None:
     for candidate in job.candidates:
         training = training_on_gpus(work, candidate)
         if training is not None:
+            if os.environ.get("EYRIE_TARGET_DEVICE") and not job.on_cluster:  # the target has devices of its own
+                training = replace(training, streamed_bytes=0)
             training.require(device, label, usable_bytes(device))
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.targets import JobTarget, is_revision
 from eyrie_api.data_files import S3, is_remote
 from eyrie_api.errors import InvalidInput
@@ -64,12 +65,20 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> ReadRules:
     return rules
 
 
-def check_target(target: JobTarget, settings: Settings, is_mine: IsMine) -> None:
-    """Of an endpoint that serves a target without a job. Raises InvalidInput for files that may not be read."""
-    _with_places("target.model", target.model, ReadRules(home=str(settings.home.absolute())), settings, is_mine)
+def check_target(target: JobTarget, settings: Settings, is_mine: IsMine) -> ReadRules:
+    """The rules of an endpoint that serves a target without a job. Raises InvalidInput for files that may not be
+    read."""
     if target.revision is not None and not is_revision(target.revision):
         raise InvalidInput(f"target.revision {target.revision!r} is no branch, tag or commit",
                            "name one, or leave it out")
+    return _with_places("target.model", target.model, ReadRules(home=str(settings.home.absolute())), settings, is_mine)
+
+
+def require_rules(job_id: str, job: ResolvedJob) -> None:
+    """Raises InvalidInput for a stored job that a version without rules accepted."""
+    if job.endpoint_rules is None:
+        raise InvalidInput(f"job {job_id} was accepted by a version that had no rules for the files that jobs read",
+                           f"submit it again: GET /v1alpha1/jobs/{job_id}/submitted has its document")
 
 
 def credential_hosts(settings: Settings) -> frozenset[tuple[str, str]]:

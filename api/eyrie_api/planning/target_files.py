@@ -274,6 +274,15 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
     return None if element is None else stored * ELEMENT_BYTES[dtype] // element
 
 
+def dense_bytes(directory: Path, config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of the weights in a dtype, where Eyrie or transformers compute the target: also of a quantised one every
+    value. Raises UnsupportedTarget."""
+    quantisation = read_quantisation(config)
+    shapes = [tensor.shape for tensor in _stored_tensors(directory).values()] if quantisation is None else [
+        matrix.shape for matrix in dense_matrices(directory, quantisation).values()]
+    return sum(map(prod, shapes)) * ELEMENT_BYTES[dtype]
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
     try:

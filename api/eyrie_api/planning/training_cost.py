@@ -36,6 +36,9 @@ _WIDE = 4
 _INDEX = 8
 """Bytes of int64."""
 
+STREAMED = "streamed target"
+"""Component of a step's bytes: see `streamed_bytes`."""
+
 LOSS_CHUNK_ELEMENTS = 1 << 27
 """Logits that exist at a time in `eyrie_kernels.soft_target_loss`."""
 
@@ -136,6 +139,9 @@ class StepSetting:
     accumulating: bool = False
     """Whether gradients of an earlier micro-batch exist during the forward pass."""
 
+    streamed_bytes: int = 0
+    """Of the target that computes the states on the same GPU (`capture.mode: stream`), as `streamed_bytes` has it."""
+
 
 @dataclass(frozen=True)
 class StepBytes:
@@ -217,7 +223,8 @@ def _always(drafter: TrainedDrafter, setting: StepSetting) -> dict[str, int]:
             "moments": 2 * _WIDE * max(loads),
             "target embedding and head": matrices * drafter.vocab_size * drafter.sizes.target.hidden_size
                                          * setting.target_bytes,
-            "gradients": _WIDE * drafter.parameters if setting.accumulating else 0}
+            "gradients": _WIDE * drafter.parameters if setting.accumulating else 0,
+            STREAMED: setting.streamed_bytes}
 
 
 def _shared(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> dict[str, int]:
@@ -293,6 +300,16 @@ def _at_backward(drafter: TrainedDrafter, work: StepWork, part: StepWork, settin
                       "gradients of activations": alive * width,
                       "gradients of a part": fresh + (0 if last and step else sums)})
     return max(steps, key=lambda components: sum(components.values()))
+
+
+def streamed_bytes(drafter: TrainedDrafter, weight_bytes: int, element_bytes: int, num_states: int, pass_tokens: int,
+                   buffer_bytes: int) -> int:
+    """What `capture.mode: stream` takes next to the drafter at most: the target's weights, one of its passes with the
+    `num_states` states that it returns of each token, and the states that are held, the batch in use included."""
+    target = drafter.sizes.target
+    # A pass also has the residual stream before and after a layer, its normed values, and the layer's widest part.
+    layer = 3 * target.hidden_size + max(3 * target.intermediate_size, 2 * (drafter.query_width + drafter.key_width))
+    return weight_bytes + pass_tokens * (num_states * target.hidden_size + layer) * element_bytes + buffer_bytes
 
 
 # --- what fits -----------------------------------------------------------------------------------------------------

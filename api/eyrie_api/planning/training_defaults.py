@@ -83,6 +83,8 @@ class TrainingOnGpus:
 
     compute_bytes: int = 2
     top_k: int | None = None
+    streamed_bytes: int = 0
+    """Of the target that computes the states on each of the GPUs (`training_cost.streamed_bytes`)."""
 
     def need(self, device_bytes: int) -> StepBytes:
         """Bytes of a step on each GPU of this size."""
@@ -114,16 +116,18 @@ class TrainingOnGpus:
         # With fewer tokens at a time the same step is computed in micro-batches.
         fitting = largest_tokens(self.drafter, self._work, replace(self._setting, accumulating=True), device_bytes)
         part = f"{need.largest} {need.components[need.largest] / _GB:.1f} GB"
+        stored = "set capture.mode to 'store', or " if self.streamed_bytes else ""
         raise GpuTooSmall(
             f"a training step of {self.tokens} tokens needs {need.total / _GB:.1f} GB on each GPU ({part}), and "
             f"{device} has {usable / _GB:.1f} GB for it",
-            f"lower train.max_tokens_per_gpu to {fitting}" if fitting else
-            "use GPUs with more memory or more of them, or lower drafter.intermediate_size or drafter.draft_vocab_size")
+            stored + (f"lower train.max_tokens_per_gpu to {fitting}" if fitting else
+                      "use GPUs with more memory or more of them, or lower drafter.intermediate_size or "
+                      "drafter.draft_vocab_size"))
 
     @property
     def _setting(self) -> StepSetting:
         return StepSetting(compute_bytes=self.compute_bytes, num_ranks=self.num_gpus, top_k=self.top_k,
-                           recompute=self.train.grad_checkpoint,
+                           streamed_bytes=self.streamed_bytes, recompute=self.train.grad_checkpoint,
                            accumulating=tokens_per_step(self.train, self.num_gpus) > self.num_gpus * self.tokens)
 
     def _work(self, tokens: int) -> StepWork:

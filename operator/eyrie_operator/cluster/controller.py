@@ -28,6 +28,7 @@ from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.read_rules import EndpointRules
 from eyrie_api.contract.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.database import endpoint_names
@@ -449,9 +450,10 @@ class Controller:
                 change(action.job_id)
             case act.CreateEndpoint():
                 project = self._project_at(identity.namespace)
-                spec_policy.check_target(action.target, self._settings, self._belongs_to(project))
+                rules = spec_policy.check_target(action.target, self._settings, self._belongs_to(project))
                 self._endpoints.create(action.name, action.target, action.serve, action.model, project,
-                                       replicas_of(action.serve, self._profile), checked=True)
+                                       replicas_of(action.serve, self._profile), reads=EndpointRules(rules=rules),
+                                       checked=True)
             case act.UpdateServing():
                 target = self._endpoints.serving(action.name).target
                 is_on = self._endpoints.get(action.name).desired == "on"

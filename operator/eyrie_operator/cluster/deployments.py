@@ -190,7 +190,9 @@ class Deployments:
         return EndpointDeployment(
             given, placement, engine, served=frozenset(served), replicas=serve.replicas or given.replicas,
             min_acceptance_ratio=serve.min_acceptance_ratio, cached_target=self._cached(serving.target), owner=owner,
-            fetch_image=self._profile.stages.image, fetch_python=self._profile.python)
+            target_path=serving.target.model if PurePosixPath(serving.target.model).is_absolute() else None,
+            reads=serving.rules(Path(self._profile.home), None), fetch_image=self._profile.stages.image,
+            fetch_python=self._profile.python)
 
     def _cached(self, target: TargetSpec) -> CachedTarget | None:
         volume = self._profile.model_cache

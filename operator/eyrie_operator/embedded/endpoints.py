@@ -31,6 +31,7 @@ from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, NotFound, Transient
+from eyrie_api.file_rules import check_path
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import observe
@@ -325,6 +326,10 @@ class EmbeddedEndpoints:
         previous = read_record(folder / ENGINE_FILE, EngineRecord)
         if previous is not None and is_alive(previous.process):
             return
+        rules = serving.rules(self._settings.home.absolute(), revision.job_id)
+        check_path("target.model", serving.target.model, rules)
+        if revision.use.drafter_dir is not None:
+            check_path("the drafter", revision.use.drafter_dir, rules)
         folder.mkdir(parents=True, exist_ok=True)
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
         stop_marked(folder, 0.0)  # children of an engine that was killed: a running engine has been adopted

@@ -37,6 +37,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.file_rules import open_file, place_of
 from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.spec_policy import require_rules
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import Conditions, observe
 from eyrie_operator.endpoints import plan as act
@@ -72,6 +73,8 @@ class Drift:
         started, data, retraining, traffic = None, {}, None, None
         try:
             resolved = None if promoted is None else self._jobs.resolved(promoted.id)
+            if promoted is not None and resolved is not None:
+                require_rules(promoted.id, resolved)
             traffic = None if resolved is None else self._traffic(resolved, directory, f"{action.revision}-{window}")
             if promoted is None or resolved is None or traffic is None:
                 outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else

@@ -54,6 +54,7 @@ from eyrie_api.decisions.promotion import (
 )
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.planning.reuse import jobs_with_answers
+from eyrie_api.planning.spec_policy import require_rules
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import is_over, observe
 from eyrie_operator.jobs import report as reports
@@ -225,6 +226,7 @@ class Driver:
             if self._runner.observe(job.id).run_id != seen.run.run_id or not self._has_capacity(job):
                 return
             resolved, serve = self._jobs.resolved(job.id), job.spec.serve
+            require_rules(job.id, resolved)
             # What the endpoint serves with, for comparison in prove; None when it does not draft.
             active = self._active(serve.endpoint, resolved.target) if serve.enabled else None
             incumbent = None if active is None or active.use.setting.method == "off" else active.use
@@ -302,7 +304,7 @@ class Driver:
         # Clients send this name in each request: the last part of a path is shorter than the path.
         name_for_clients = Path(model).name if Path(model).is_absolute() else model
         created = self._endpoints.create(name, resolved.target, resolved.endpoint_serve, name_for_clients,
-                                         num_replicas=resolved.demand.num_replicas)
+                                         num_replicas=resolved.demand.num_replicas, reads=resolved.endpoint_rules)
         revision = created.revisions[0].number
         if outcome.decision.promote:
             tuned = read_manifest(stage_dir(job_dir, "tune")).report

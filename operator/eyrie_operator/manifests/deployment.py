@@ -16,6 +16,7 @@ from typing import Any
 from eyrie_api.contract.cluster import ModelCacheSpec, ServingSpec
 from eyrie_api.contract.model import API_VERSION
 from eyrie_api.contract.placement import Placement, S3Work
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.status import Endpoint
 from eyrie_api.contract.targets import JobTarget
 from eyrie_api.contract.tuning import DrafterUse
@@ -128,6 +129,12 @@ class EndpointDeployment:
 
     cached_target: CachedTarget | None = None
     """None: the engine itself downloads a target of the Hub into its pod."""
+
+    target_path: str | None = None
+    """Directory of the target in the pods; None: of the Hub, or the shipped one."""
+
+    reads: ReadRules | None = None
+    """Rules for the files that engines open, without the job of a revision's drafter; None: any."""
 
     fetch_image: str | None = None
     """Image that contains Eyrie, for init containers that download drafters from an artifact store and bring SGLang the

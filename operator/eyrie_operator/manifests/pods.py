@@ -77,16 +77,23 @@ class EngineLine:
     plugin: bool = False
     """Whether SGLang imports our package from PLUGIN_DIR."""
 
+    judged: tuple[str, ...] = ()
+    """Arguments of the program that judges the files which the engine opens; empty: none are judged."""
+
 
 def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDeployment) -> EngineLine:
     """The command line of one revision's engine. Raises Undeployable or Unlaunchable."""
     drafter = _drafter(revision, deployment)
     stored = fetched(drafter, deployment.placement) if drafter is not None else None
     directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
+    rules, judged = deployment.reads, tuple[str, ...]()
+    opened = [path for path in (deployment.target_path, None if stored is not None else directory) if path is not None]
+    if rules is not None and opened:
+        judged = ("--rules", rules.with_job(revision.job_id).model_dump_json(), "--opened", *opened)
     if isinstance(deployment.engine, EmbeddedEnginePods):
         use = revision.use.model_copy(update={"drafter_dir": directory})
         return EngineLine(command=literal(deployment.engine.argv(use, deployment.cluster.port)), ready_path="/health",
-                          drafter=drafter, fetch=stored)
+                          drafter=drafter, fetch=stored, judged=judged)
     shared = deployment.engine.plan
     plan = replace(
         shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
@@ -101,7 +108,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         environment["PYTHONPATH"] = plan.plugin_root
     return EngineLine(command=literal(line), ready_path="/ready", environment=environment,
                       adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
-                      plugin=plan.plugin_root is not None)
+                      plugin=plan.plugin_root is not None, judged=judged)
 
 
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -144,6 +151,10 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         # Compares the drafter's files on the work volume with the manifest of the stage that made them.
         first.append(_ours(deployment, "verify-drafter", _work_mounts(placement), "eyrie_api.artifacts.verify",
                            *literal(("--path", line.drafter.facts.directory))))
+    if line.judged:
+        # In the pod, whose volumes hold the files: a link may have been changed since the job was submitted.
+        first.append(_ours(deployment, "judge-files", _work_mounts(placement), "eyrie_api.artifacts.verify",
+                           *literal(line.judged)))
     if line.plugin:
         first.append(_ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
                            "eyrie_workers.sglang.plugin_files", "--directory", PLUGIN_DIR))

@@ -12,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 
 from eyrie_api.contract.access import CreateProject, Quotas
 from eyrie_api.contract.model import API_VERSION
+from eyrie_api.contract.read_rules import EndpointRules, ReadRules
 from eyrie_api.contract.resources import FINALIZER, NAME_LABEL
 from eyrie_api.contract.serving import EndpointServeSpec
 from eyrie_api.contract.targets import TargetSpec
@@ -136,6 +137,17 @@ def test_an_object_in_a_namespace_of_another_project_changes_no_endpoint(harness
     while len(one.queue):
         assert one.process_next()
     assert harness.chat.desired == "off", "the project's own object, though a stranger's is older"
+
+
+def test_an_endpoint_of_an_object_gets_the_rules_for_the_files_of_its_project(harness: Harness) -> None:
+    one = controller(harness, Clock(), mirror="eyrie", projects={"search": "search"})
+    made = draft_endpoint("search")
+    made["metadata"]["labels"] = {}
+    harness.server.objects[f"/apis/{API_VERSION}/namespaces/search/draftendpoints/chat"] = made
+    one.handle_event("DraftEndpoint", "ADDED", made)
+    while len(one.queue):
+        assert one.process_next()
+    assert harness.endpoints.serving("chat").reads == EndpointRules(rules=ReadRules(home=str(harness.settings.home)))
 
 
 def test_a_job_of_any_namespace_may_name_no_file_of_the_system_and_no_host_with_metadata(harness: Harness) -> None:

@@ -4,16 +4,20 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.artifacts import verify
 from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ModelCacheSpec
 from eyrie_api.contract.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
+from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.targets import JobTarget
 from eyrie_api.contract.tuning import DrafterUse
+from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
@@ -273,6 +277,34 @@ def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_l
     [mount] = verifier["volumeMounts"]
     assert (mount["name"], mount["readOnly"]) == ("work", True)
     assert flag(verifier, "--path").startswith(mount["mountPath"])  # type: ignore[union-attr]
+
+
+def test_files_that_an_engine_opens_are_judged_in_its_pod_by_the_rules_of_its_endpoint() -> None:
+    rules = ReadRules(home="/var/lib/eyrie", places=("jobs/data",))
+    given = deployment(fetch_image="eyrie:1", reads=rules, target_path="/models/$(chat)")
+    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), given))
+    for pod, job, opened in ((bare, None, []), (drafted, "j2", ["/var/lib/eyrie/jobs/j2/c"])):
+        judge = first(pod, "judge-files")
+        assert ReadRules.model_validate_json(str(flag(judge, "--rules"))) == rules.with_job(job)
+        after = judge["command"].index("--opened") + 1
+        assert judge["command"][after:] == ["/models/$$(chat)", *opened]
+        assert [mount["mountPath"] for mount in judge["volumeMounts"]] == ["/var/lib/eyrie"]
+    for pod in pods(render_endpoint(endpoint(active=1, candidate=2), deployment(
+            fetch_image="eyrie:1", reads=None, target_path="/models/chat"))):
+        assert "judge-files" not in [one["name"] for one in pod["spec"]["initContainers"]]
+    [hub] = pods(render_endpoint(endpoint(active=1), deployment(reads=rules)))
+    assert [one["name"] for one in hub["spec"].get("initContainers", [])] == []
+
+
+def test_the_program_that_judges_refuses_what_links_lead_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "home/jobs/theirs").mkdir(parents=True)
+    (tmp_path / "home/jobs/theirs/config.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    line = ["--rules", ReadRules(home=str(tmp_path / "home")).model_dump_json(), "--opened", str(tmp_path / "model")]
+    assert verify.main(line) == 0
+    (tmp_path / "model/config.json").symlink_to(tmp_path / "home/jobs/theirs/config.json")
+    assert verify.main(line) == InvalidInput.exit_code
+    assert "not of your project" in capsys.readouterr().err
 
 
 def test_the_work_volume_is_mounted_read_only_at_the_path_the_stages_wrote() -> None:

@@ -166,6 +166,11 @@ class StreamedFeatures:
         return len(self.lengths)
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the target's weights are on its device already."""
+        return self._target is not None
+
+    @property
     def num_tokens(self) -> int:
         return self._starts[-1]
 

@@ -38,8 +38,10 @@ from torch import nn
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.contract.reports import CheckpointReport, SourceRows, TrainReport, VocabularyReport
 from eyrie_api.contract.stages import TrainStage
+from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
-from eyrie_api.planning.training_cost import usable_bytes
+from eyrie_api.planning.target_files import dense_bytes
+from eyrie_api.planning.training_cost import streamed_bytes, usable_bytes
 from eyrie_api.planning.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
@@ -50,12 +52,13 @@ from eyrie_workers.drafters.published import Head, load_head
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.hidden_states.row_sources import read_row_sources
 from eyrie_workers.hidden_states.storage_backend import open_backend
+from eyrie_workers.hidden_states.streaming import StreamedFeatures
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
-from eyrie_workers.targets.config import TargetConfig, read_config
-from eyrie_workers.targets.device import default_device, device_scope
+from eyrie_workers.targets.config import TargetConfig, read_config, read_json
+from eyrie_workers.targets.device import default_device, device_scope, target_device
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training import batches
@@ -130,7 +133,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                                        f"layers {list(layers)}, {vocabulary.size} draft tokens")
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     if device.type == "cuda":
-        spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist,
+        spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist, path,
                            is_open=given.train.max_tokens_per_gpu is None)
     # Rows are cut to what one process computes at a time.
     most = spec.train.max_tokens_per_gpu
@@ -193,10 +196,11 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
 
 
 def _fit_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Module, embeddings: TargetEmbeddings,
-                store: Features, dtype: torch.dtype, dist: DistContext, *, is_open: bool) -> TrainStage:
+                store: Features, dtype: torch.dtype, dist: DistContext, path: Path, *, is_open: bool) -> TrainStage:
     """The spec with as many tokens at a time as a GPU of rank 0's size holds, where the job leaves them open: by its
     size, not by what is free of it, so that a resumed run computes the same. Raises GpuTooSmall when a step needs
-    more than the GPU has free. The target's two matrices are on it."""
+    more than the GPU has free. The target's two matrices are on it; the target that computes streamed states, unless it
+    has a device of its own, will be."""
     if family.trained is None:
         return spec
     device, tied = embeddings.embed.device, embeddings.lm_head is embeddings.embed
@@ -204,13 +208,20 @@ def _fit_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Modu
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     matrices = embeddings.embed.nbytes + (0 if tied else embeddings.lm_head.nbytes)
     num_supervised = sum(int(store.tokens(row)[1].sum()) for row in range(store.num_rows))
+    trained, held, streamed = replace(family.trained(drafter), tied=tied), 0, 0
+    if isinstance(store, StreamedFeatures) and target_device() in (None, device):
+        weights = dense_bytes(path, read_json(path / "config.json"), spec.target.dtype)
+        streamed = streamed_bytes(trained, weights, ELEMENT_BYTES[spec.target.dtype], len(store.format.aux_layers) + 1,
+                                  store.plan.batch_tokens, store.plan.buffer_bytes)
+        held = weights if store.is_loaded else 0  # by another candidate of this process
     training = TrainingOnGpus(
-        replace(family.trained(drafter), tied=tied), spec.train, dist.size,
+        trained, spec.train, dist.size,
         supervised_share=num_supervised / sum(store.lengths), row_tokens=sum(store.lengths) / store.num_rows,
-        compute_bytes=dtype.itemsize, top_k=store.format.top_k if store.format.draft_ids else None)
+        compute_bytes=dtype.itemsize, top_k=store.format.top_k if store.format.draft_ids else None,
+        streamed_bytes=streamed)
     if is_open:
         training = dist.on_main(lambda: training.fitted(whole, usable_bytes(whole), max(store.lengths)))
-    training.require(whole, str(device), free + unused + matrices)
+    training.require(whole, str(device), free + unused + matrices + held)
     return spec.model_copy(update={"train": training.train})
 
 

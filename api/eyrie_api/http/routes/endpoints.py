@@ -85,7 +85,7 @@ def promote(name: Name, request: PromoteRequest, control: RequestControl) -> End
     report = result.measured.report
     model = Path(job.target.model).name if Path(job.target.model).is_absolute() else job.target.model
     control.endpoints.create(name, job.target, job.endpoint_serve.model_copy(update={"endpoint": name}), model,
-                             control.jobs.project_of(job_id), job.demand.num_replicas)
+                             control.jobs.project_of(job_id), job.demand.num_replicas, reads=job.endpoint_rules)
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     tree, family = report.cells[0].tree, result.measured.family
     if family in WITHOUT_DRAFTER:

@@ -18,7 +18,7 @@ from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
-from eyrie_api.http.control import RequestControl
+from eyrie_api.http.control import EndsWithClient, RequestControl
 from eyrie_api.planning import preflight
 from eyrie_api.planning.facts import with_absolute_paths
 
@@ -46,7 +46,7 @@ KEY_HEADER = "Idempotency-Key"
 IdempotencyKey = Annotated[str | None, Header(alias=KEY_HEADER, description="Sent twice, done once.")]
 
 
-@router.post(JOBS, status_code=202, response_model=Job, name="job.create")
+@router.post(JOBS, status_code=202, response_model=Job, name="job.create", dependencies=[EndsWithClient])
 def create_job(spec: Spec, control: RequestControl, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
@@ -150,7 +150,7 @@ def delete_job(job_id: str, control: RequestControl) -> Response:
     return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
 
 
-@router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
+@router.post("/v1alpha1/plans", tags=["plans"], name="plan.make", dependencies=[EndsWithClient])
 def make_plan(spec: Spec, control: RequestControl) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     checked, rules = control.checked(spec)

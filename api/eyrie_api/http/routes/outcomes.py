@@ -27,7 +27,7 @@ from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_l
 from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
-from eyrie_api.http.control import Control, RequestControl
+from eyrie_api.http.control import Control, EndsWithClient, RequestControl
 from eyrie_api.http.routes.jobs import JOBS, get_plan
 
 router = APIRouter(tags=["outcomes"])
@@ -70,7 +70,8 @@ def times_left(control: Control, jobs: Sequence[Job]) -> dict[str, TimeLeft]:
             and (left := time_left(resolved[job.id].plan, job.status.stages, now)) is not None}
 
 
-@router.get(JOBS + "/{job_id}/artifacts/{stage}/{path:path}", response_class=FileResponse)
+@router.get(JOBS + "/{job_id}/artifacts/{stage}/{path:path}", response_class=FileResponse,
+            dependencies=[EndsWithClient])
 def download(job_id: str, stage: StageName, path: str, control: RequestControl,
              key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None) -> Response:
     """One file of a finished stage."""
