@@ -13,7 +13,8 @@
     eyrie data push        data files of this machine into a bucket that jobs read
     eyrie load-test        load tests of servers, compared
 
-The last one is a program of the workers and runs as a child process: this process never imports torch.
+The last one, and `certify` of two running servers, are programs of the workers and run as child processes: this process
+never imports torch.
 
 `up` on a home whose control plane is running prints its URL and succeeds.
 """
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -258,13 +260,18 @@ _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command("load-test", context_settings=_PASS_THROUGH, add_help_option=False)
 def load_test(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
+    raise typer.Exit(run_program("eyrie_workers.measure.load", context.args))
+
+
+def run_program(module: str, arguments: Sequence[str]) -> int:
+    """Run a program of the workers as a child with this terminal; returns its exit code."""
     # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
     # which the child would inherit.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    child = subprocess.Popen([sys.executable, "-m", "eyrie_workers.measure.load", *context.args])
+    child = subprocess.Popen([sys.executable, "-m", module, *arguments])
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
     code = child.wait()
-    raise typer.Exit(code if code >= 0 else 128 - code)
+    return code if code >= 0 else 128 - code
 
 
 @app.command("load", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
@@ -295,6 +302,15 @@ def certify(
     context: Annotated[int | None, typer.Option(
         "--context", min=1, help="With --check-only: context length to serve it with.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="With --check-only: do not read the target's weights.")] = False,
+    off: Annotated[str | None, typer.Option(
+        "--off", metavar="URL", help="With --drafted: compare two running servers (SGLang, vLLM, Eyrie's own), this "
+                                     "one without a drafter. --set takes fields of prove and promotion.")] = None,
+    drafted: Annotated[str | None, typer.Option(
+        "--drafted", metavar="URL", help="The running server with the drafter.")] = None,
+    model: Annotated[str | None, typer.Option(
+        "--model", help="With --off: model name in requests. Default: the only one that a server lists.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(
+        "--api-key-env", help="With --off: environment variable with the API key of both servers.")] = None,
     home: Home = None,
     server: Annotated[str | None, typer.Option(
         "--server", envvar="EYRIE_SERVER", help="Address of the control plane. Default: that of --home, which is "
@@ -314,6 +330,11 @@ def certify(
         if not files.check(drafters or (), target, context, screen, fast=fast):
             raise typer.Exit(files.EXIT_DEFECTIVE)
         return
+    running = {"--off": off, "--drafted": drafted, "--model": model, "--api-key-env": api_key_env}
+    if any(running.values()):
+        others = {"DRAFTER": drafters, "--target": target, "--file": file, "--revision": revision, "--dtype": dtype,
+                  "--promote": promote, "--context": context, "--fast": fast, "--server": server}
+        raise typer.Exit(certify_running(running, others, prompts or (), settings or (), as_json=as_json))
     if context is not None or fast:
         raise InvalidInput(f"{'--fast' if fast else '--context'} is given without --check-only, which it belongs to",
                            "add --check-only, or leave it out")
@@ -326,6 +347,29 @@ def certify(
     screen.show(result, certification.words(result))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def certify_running(running: Mapping[str, str | None], others: Mapping[str, object], prompts: Sequence[str],
+                    settings: Sequence[str], *, as_json: bool) -> int:
+    """`eyrie certify --off URL --drafted URL`; returns the exit code. Raises InvalidInput."""
+    if running["--off"] is None or running["--drafted"] is None:
+        raise InvalidInput("two running servers are compared, and one of --off and --drafted is missing",
+                           "give both: --off URL of the server without a drafter, --drafted URL of the one with it")
+    foreign = [name for name, value in others.items() if value]
+    if foreign:
+        raise InvalidInput(f"{', '.join(foreign)} does not belong to --off and --drafted, which serve what they serve",
+                           "leave it out, or leave --off and --drafted out")
+    if not prompts:
+        raise InvalidInput("no prompts were given", "give --prompts FILE; quickstart names the shipped ones")
+    for setting in settings:
+        if setting.partition(".")[0] not in ("prove", "promotion"):
+            raise InvalidInput(f"--set {setting!r}: with two running servers only fields of prove and promotion apply",
+                               "write it like --set prove.concurrencies=[1,8]")
+    job = spec.build_job(target="running", drafters=("running",), settings=settings)
+    return run_program("eyrie_workers.measure.running_servers", [
+        *(part for name, value in running.items() if value is not None for part in (name, value)),
+        *(part for path in prompts for part in ("--prompts", path)), "--prove", job.prove.model_dump_json(),
+        "--promotion", job.promotion.model_dump_json(), *(["--json"] if as_json else [])])
 
 
 @app.command("check-drafter", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
