@@ -10,6 +10,7 @@
     eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
     eyrie certify          drafters that were trained elsewhere: checked, measured, judged, for CI
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
+    eyrie export           a job's decision for other servers: launch lines, Kubernetes objects
     eyrie data push        data files of this machine into a bucket that jobs read
     eyrie load-test        load tests of servers, compared
 
@@ -26,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -403,6 +404,39 @@ def publish(
             directory, to, public=public, message=f"{name} of job {trained.spec.name or trained.id}, with its results")
     Screen(as_json=as_json).show({"checkpoint": name, "job": trained.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
+
+
+@app.command("export")
+@verb
+def export(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of the job.")],
+    to: Annotated[Path | None, typer.Option(
+        "--to", metavar="DIR", help="Write the files here. Default: show the launch lines.")] = None,
+    drafter: Annotated[str | None, typer.Option(
+        "--drafter", metavar="DIR|ORG/NAME", help="Where the drafter is served from, as after `eyrie publish`. "
+                                                  "Default: where the job has it.")] = None,
+    hardware: Annotated[str | None, typer.Option(
+        "--hardware", help="Accelerator of the lines: h100, mi300x, cpu and others. Default: serve.hardware_profile of "
+                           "the job, else h100.")] = None,
+    engine: Annotated[Literal["sglang", "vllm"] | None, typer.Option(
+        "--engine", help="Engine of the cluster's objects. Default: sglang; vllm where it alone serves it.")] = None,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """The decision for your own servers: launch lines of SGLang and vLLM, Deployment, KServe, llm-d.
+
+    A job whose drafter failed a check exports the target without a drafter, and says why.
+    """
+    from eyrie_operator.cli import export as exporting
+
+    with Client(server) as client:
+        decided = find_job(client, job)
+        report = client.report(decided.id)
+        model, target_config, drafter_config = exporting.read_configs(client, decided, report)
+    result = exporting.export(decided, report, target_config, drafter_config, target_model=model, drafter_at=drafter,
+                              hardware=hardware, engine=engine)
+    if to is not None:
+        exporting.write(result, to)
+    Screen(as_json=as_json).show(result, exporting.words(result, to))
 
 
 data_app = typer.Typer(no_args_is_help=True, help="Conversations for jobs.")

@@ -206,6 +206,18 @@ def test_published_drafters_are_measured_tuned_proven_and_judged_without_data_an
     stages = tmp_path / "home" / "jobs" / certificate["job"] / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["benchmark", "prove", "tune"]
 
+    up = json.loads(eyrie(tmp_path, "up", "--detach", "--port", "0", "--json").stdout)
+    try:
+        exported = eyrie(tmp_path, "export", certificate["job"], "--server", up["url"], "--to", tmp_path / "out",
+                         "--json")
+    finally:
+        eyrie(tmp_path, "down")
+    assert exported.returncode == 0, exported.stderr
+    document = json.loads(exported.stdout)
+    assert (document["drafted"], document["reason"]) == (False, certificate["summary"])
+    assert (tmp_path / "out" / "sglang.sh").read_text().startswith("SGLANG_USE_CPU_ENGINE=1 python3 -m sglang.launch")
+    assert "speculative" not in (tmp_path / "out" / "vllm.sh").read_text()
+
     alone = certify(tmp_path, target, lost)
     assert alone.returncode == 65, alone.stderr
     assert "fc.weight" in json.loads(alone.stderr.splitlines()[-1])["error"]["message"]
