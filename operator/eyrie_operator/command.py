@@ -10,10 +10,12 @@
     eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
     eyrie certify          drafters that were trained elsewhere: checked, measured, judged, for CI
     eyrie publish          a job's drafter with card and results, into a directory or a repository of the Hub
+    eyrie export           a job's decision for other servers: launch lines, Kubernetes objects
     eyrie data push        data files of this machine into a bucket that jobs read
     eyrie load-test        load tests of servers, compared
 
-The last one is a program of the workers and runs as a child process: this process never imports torch.
+The last one, and `certify` of two running servers, are programs of the workers and run as child processes: this process
+never imports torch.
 
 `up` on a home whose control plane is running prints its URL and succeeds.
 """
@@ -23,8 +25,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -258,13 +261,18 @@ _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command("load-test", context_settings=_PASS_THROUGH, add_help_option=False)
 def load_test(context: typer.Context) -> None:
     """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load-test --help`."""
+    raise typer.Exit(run_program("eyrie_workers.measure.load", context.args))
+
+
+def run_program(module: str, arguments: Sequence[str]) -> int:
+    """Run a program of the workers as a child with this terminal; returns its exit code."""
     # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
     # which the child would inherit.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    child = subprocess.Popen([sys.executable, "-m", "eyrie_workers.measure.load", *context.args])
+    child = subprocess.Popen([sys.executable, "-m", module, *arguments])
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
     code = child.wait()
-    raise typer.Exit(code if code >= 0 else 128 - code)
+    return code if code >= 0 else 128 - code
 
 
 @app.command("load", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
@@ -295,6 +303,15 @@ def certify(
     context: Annotated[int | None, typer.Option(
         "--context", min=1, help="With --check-only: context length to serve it with.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="With --check-only: do not read the target's weights.")] = False,
+    off: Annotated[str | None, typer.Option(
+        "--off", metavar="URL", help="With --drafted: compare two running servers (SGLang, vLLM, Eyrie's own), this "
+                                     "one without a drafter. --set takes fields of prove and promotion.")] = None,
+    drafted: Annotated[str | None, typer.Option(
+        "--drafted", metavar="URL", help="The running server with the drafter.")] = None,
+    model: Annotated[str | None, typer.Option(
+        "--model", help="With --off: model name in requests. Default: the only one that a server lists.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(
+        "--api-key-env", help="With --off: environment variable with the API key of both servers.")] = None,
     home: Home = None,
     server: Annotated[str | None, typer.Option(
         "--server", envvar="EYRIE_SERVER", help="Address of the control plane. Default: that of --home, which is "
@@ -314,6 +331,11 @@ def certify(
         if not files.check(drafters or (), target, context, screen, fast=fast):
             raise typer.Exit(files.EXIT_DEFECTIVE)
         return
+    running = {"--off": off, "--drafted": drafted, "--model": model, "--api-key-env": api_key_env}
+    if any(running.values()):
+        others = {"DRAFTER": drafters, "--target": target, "--file": file, "--revision": revision, "--dtype": dtype,
+                  "--promote": promote, "--context": context, "--fast": fast, "--server": server}
+        raise typer.Exit(certify_running(running, others, prompts or (), settings or (), as_json=as_json))
     if context is not None or fast:
         raise InvalidInput(f"{'--fast' if fast else '--context'} is given without --check-only, which it belongs to",
                            "add --check-only, or leave it out")
@@ -326,6 +348,29 @@ def certify(
     screen.show(result, certification.words(result))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def certify_running(running: Mapping[str, str | None], others: Mapping[str, object], prompts: Sequence[str],
+                    settings: Sequence[str], *, as_json: bool) -> int:
+    """`eyrie certify --off URL --drafted URL`; returns the exit code. Raises InvalidInput."""
+    if running["--off"] is None or running["--drafted"] is None:
+        raise InvalidInput("two running servers are compared, and one of --off and --drafted is missing",
+                           "give both: --off URL of the server without a drafter, --drafted URL of the one with it")
+    foreign = [name for name, value in others.items() if value]
+    if foreign:
+        raise InvalidInput(f"{', '.join(foreign)} does not belong to --off and --drafted, which serve what they serve",
+                           "leave it out, or leave --off and --drafted out")
+    if not prompts:
+        raise InvalidInput("no prompts were given", "give --prompts FILE; quickstart names the shipped ones")
+    for setting in settings:
+        if setting.partition(".")[0] not in ("prove", "promotion"):
+            raise InvalidInput(f"--set {setting!r}: with two running servers only fields of prove and promotion apply",
+                               "write it like --set prove.concurrencies=[1,8]")
+    job = spec.build_job(target="running", drafters=("running",), settings=settings)
+    return run_program("eyrie_workers.measure.running_servers", [
+        *(part for name, value in running.items() if value is not None for part in (name, value)),
+        *(part for path in prompts for part in ("--prompts", path)), "--prove", job.prove.model_dump_json(),
+        "--promotion", job.promotion.model_dump_json(), *(["--json"] if as_json else [])])
 
 
 @app.command("check-drafter", context_settings=_PASS_THROUGH, add_help_option=False, hidden=True)
@@ -359,6 +404,39 @@ def publish(
             directory, to, public=public, message=f"{name} of job {trained.spec.name or trained.id}, with its results")
     Screen(as_json=as_json).show({"checkpoint": name, "job": trained.id, "published": where},
                                  Text(f"{name}, its card and its results are in {where}"))
+
+
+@app.command("export")
+@verb
+def export(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of the job.")],
+    to: Annotated[Path | None, typer.Option(
+        "--to", metavar="DIR", help="Write the files here. Default: show the launch lines.")] = None,
+    drafter: Annotated[str | None, typer.Option(
+        "--drafter", metavar="DIR|ORG/NAME", help="Where the drafter is served from, as after `eyrie publish`. "
+                                                  "Default: where the job has it.")] = None,
+    hardware: Annotated[str | None, typer.Option(
+        "--hardware", help="Accelerator of the lines: h100, mi300x, cpu and others. Default: serve.hardware_profile of "
+                           "the job, else h100.")] = None,
+    engine: Annotated[Literal["sglang", "vllm"] | None, typer.Option(
+        "--engine", help="Engine of the cluster's objects. Default: sglang; vllm where it alone serves it.")] = None,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """The decision for your own servers: launch lines of SGLang and vLLM, Deployment, KServe, llm-d.
+
+    A job whose drafter failed a check exports the target without a drafter, and says why.
+    """
+    from eyrie_operator.cli import export as exporting
+
+    with Client(server) as client:
+        decided = find_job(client, job)
+        report = client.report(decided.id)
+        model, target_config, drafter_config = exporting.read_configs(client, decided, report)
+    result = exporting.export(decided, report, target_config, drafter_config, target_model=model, drafter_at=drafter,
+                              hardware=hardware, engine=engine)
+    if to is not None:
+        exporting.write(result, to)
+    Screen(as_json=as_json).show(result, exporting.words(result, to))
 
 
 data_app = typer.Typer(no_args_is_help=True, help="Conversations for jobs.")

@@ -158,12 +158,28 @@ def test_a_drafter_of_another_target_and_a_damaged_one_are_refused_with_the_reas
     ((), "no conversations were given, and no drafters"),
     (("--check-only",), "no drafter was given"),
     (("head", "--fast"), "--fast is given without --check-only"),
-    (("head", "--context", "9"), "--context is given without --check-only")])
+    (("head", "--context", "9"), "--context is given without --check-only"),
+    (("--off", "http://one"), "one of --off and --drafted is missing"),
+    (("--off", "http://one", "--drafted", "http://two", "--prompts", "p.jsonl"), "--target does not belong to --off")])
 def test_arguments_that_do_not_belong_together_are_refused(arguments: tuple[str, ...], says: str,
                                                            tmp_path: Path) -> None:
     done = eyrie(tmp_path, "certify", *arguments, "--target", "quickstart")
     assert done.returncode == 65
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    ((), "no prompts were given"),
+    (("--prompts", "p.jsonl", "--set", "tune.budget_s=2"), "only fields of prove and promotion apply"),
+    (("--prompts", "p.jsonl", "--set", "prove.requests=1"), "prove.requests"),
+    (("--prompts", "quickstart:chat", "--model", "m"), "are one server"),
+    (("head", "--prompts", "p.jsonl", "--promote"), "DRAFTER, --promote does not belong to --off")])
+def test_two_running_servers_take_prompts_and_fields_of_the_proof(arguments: tuple[str, ...], says: str,
+                                                                   tmp_path: Path) -> None:
+    done = eyrie(tmp_path, "certify", "--off", "http://127.0.0.1:1", "--drafted", "http://localhost:1/v1", *arguments)
+    assert done.returncode == 65
+    assert says in done.stderr
+    assert not (tmp_path / "home").exists(), "no control plane takes part"
 
 
 @pytest.mark.slow
@@ -173,21 +189,34 @@ def test_published_drafters_are_measured_tuned_proven_and_judged_without_data_an
     theirs = published_forms.eagle_3().write(tmp_path / "authors")
     other = published_forms.speculators_eagle_1().write(tmp_path / "converted")
     plain = published_forms.specforge()
+    third = plain.write(tmp_path / "specforge")
     lost = published_forms.Published(plain.config, plain.tensors | {
         "fc.weight": torch.full_like(plain.tensors["fc.weight"], float("nan"))}).write(tmp_path / "lost")
-    done = certify(tmp_path, target, theirs, other, lost)
+    done = certify(tmp_path, target, theirs, third, other, lost)
     certificate = json.loads(done.stdout)
     assert done.returncode == certificate["exit_code"] == EXIT_CODES[certificate["verdict"]], done.stderr
     # They are random, so nothing of theirs is accepted, and the output is the target's.
     assert certificate["verdict"] in ("not-faster", "undecided"), certificate
     assert {entry["checkpoint"]: entry["lossless"] for entry in certificate["leaderboard"]} == {
-        "authors": True, "converted": True}
+        "authors": True, "specforge": True, "converted": True}
     assert certificate["best"]["tuned"]
     assert [drafter["name"] for drafter in certificate["refused"]] == ["lost"]
     assert "fc.weight" in certificate["refused"][0]["reason"]
     assert running_plane(tmp_path / "home") is None
     stages = tmp_path / "home" / "jobs" / certificate["job"] / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["benchmark", "prove", "tune"]
+
+    up = json.loads(eyrie(tmp_path, "up", "--detach", "--port", "0", "--json").stdout)
+    try:
+        exported = eyrie(tmp_path, "export", certificate["job"], "--server", up["url"], "--to", tmp_path / "out",
+                         "--json")
+    finally:
+        eyrie(tmp_path, "down")
+    assert exported.returncode == 0, exported.stderr
+    document = json.loads(exported.stdout)
+    assert (document["drafted"], document["reason"]) == (False, certificate["summary"])
+    assert (tmp_path / "out" / "sglang.sh").read_text().startswith("SGLANG_USE_CPU_ENGINE=1 python3 -m sglang.launch")
+    assert "speculative" not in (tmp_path / "out" / "vllm.sh").read_text()
 
     alone = certify(tmp_path, target, lost)
     assert alone.returncode == 65, alone.stderr

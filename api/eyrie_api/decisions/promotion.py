@@ -384,7 +384,7 @@ def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_
         yield PromotionCheck(name="parity-sampled", passed=sampled.passed, figure=figure, bound=bound, words=(
             f"sampled parity in the {proof.engine} engine: {'; '.join(sampled.reasons)}"))
     for users in proof.load.spec.concurrencies:
-        yield from _at_load(policy, proof, proof.load, users)
+        yield from checks_at_load(policy, proof.load, users, is_off=_is_off(proof, users), disturbed=proof.disturbed)
     yield from _suites_under_load(proof, proof.load, required_suites)
     if _has_variant(proof, INCUMBENT):
         yield _beats_under_load(policy, proof.load, INCUMBENT)
@@ -392,7 +392,13 @@ def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_
         yield _survives_changed_prompt(policy, proof.changed_prompt, proof.changed_parity)
 
 
-def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, users: int) -> Iterator[PromotionCheck]:
+def checks_at_load(policy: PromotionPolicy, load: LoadReport, users: int, *, is_off: bool = False, disturbed: str = "",
+                   again: str = "eyrie retry JOB --from prove") -> Iterator[PromotionCheck]:
+    """`load:<users>`, `ttft:<users>` and `answered:<users>` of the variants OFF and CANDIDATE.
+
+    is_off   the candidate does not draft at this load
+    again    the command that measures again
+    """
     seen, name, bound = _comparison(load, CANDIDATE, OFF, users), f"load:{users}", policy.min_speedup
     if seen is None:
         yield PromotionCheck(name=name, passed=False, bound=bound,
@@ -400,7 +406,7 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
         return
     ratio, interval = seen.throughput_ratio, seen.throughput_interval
     between, undecided = f"[{interval.low:.2f}, {interval.high:.2f}]", False
-    if _is_off(proof, users):
+    if is_off:
         ok, bound = interval.high >= 1.0, 1.0
         words = (f"{_at(users)}: the operating map switches speculation off; {ratio:.2f}x {between}, "
                  f"{'not shown to be' if ok else 'shown to be'} slower than no drafter")
@@ -410,7 +416,7 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
         words = (f"{_at(users)}: {ratio:.2f}x {between} over no drafter in the serving engine, "
                  f"{_sign(ratio >= bound)} the required {bound:.2f}x")
         if undecided:
-            words += f": {_what_would_be_enough(proof, load, seen, bound)}"
+            words += f": {_what_would_be_enough(load, seen, bound, disturbed, again)}"
     yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, undecided=undecided,
                          words=words)
     yield _first_token(policy, load, seen, users)
@@ -423,7 +429,7 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
                                                          f"({failures}), {excused} without a drafter")
 
 
-def _what_would_be_enough(proof: ProveReport, load: LoadReport, seen: LoadComparison, bound: float) -> str:
+def _what_would_be_enough(load: LoadReport, seen: LoadComparison, bound: float, disturbed: str, again: str) -> str:
     """What to do about an interval that is too wide, and what widened it."""
     needed = pairs_needed(seen.throughput_ratio, seen.throughput_interval, seen.pairs, bound)
     enough = ""
@@ -431,8 +437,8 @@ def _what_would_be_enough(proof: ProveReport, load: LoadReport, seen: LoadCompar
         cells = [_cell(load, variant, round(seen.level)) for variant in (seen.variant, seen.baseline)]
         minutes = sum(cell.seconds for cell in cells if cell is not None) * needed / seen.pairs / 60.0
         enough = f"; at this noise about {needed} would be enough, {max(1.0, minutes):.0f} min (prove.most_pairs)"
-    return (f"too noisy to decide after {seen.pairs} pairs of blocks{f', {proof.disturbed}' if proof.disturbed else ''}"
-            f"{enough}. Measure again on a quiet machine: eyrie retry JOB --from prove")
+    return (f"too noisy to decide after {seen.pairs} pairs of blocks{f', {disturbed}' if disturbed else ''}"
+            f"{enough}. Measure again on a quiet machine: {again}")
 
 
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:

@@ -79,10 +79,12 @@ MAX_BODY_BYTES = 4 * 2**20
 class Service:
     """The engine as the HTTP handlers use it."""
 
-    def __init__(self, engine: EngineThread, metrics: EngineMetrics, model: str) -> None:
+    def __init__(self, engine: EngineThread, metrics: EngineMetrics, model: str, root: str | None = None) -> None:
+        """root   name of the target's directory, whatever it is served as"""
         self.engine = engine
         self.metrics = metrics
         self.model = model
+        self.root = root or model
         self.created = int(time.time())
         self._fingerprint = f"eyrie-{code_version()}"
 
@@ -235,10 +237,13 @@ def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
 
 
 def _model_card(service: Service) -> dict[str, Any]:
-    card: dict[str, Any] = {"id": service.model, "object": "model", "created": service.created, "owned_by": "eyrie"}
+    card: dict[str, Any] = {"id": service.model, "object": "model", "created": service.created, "owned_by": "eyrie",
+                            "root": service.root}
     loaded = service.engine.loaded
     if loaded is not None:
         card["max_model_len"] = loaded.engine.max_length
+        card["dtype"] = str(loaded.engine.target.dtype).removeprefix("torch.")
+        card["drafts"] = loaded.engine.drafter is not None
         card["speculation"] = loaded.engine.tree.model_dump() if loaded.engine.tree else None
     return card
 
@@ -365,7 +370,8 @@ def serve(options: ServerOptions, listening: socket.socket) -> int:
     """Run until SIGTERM or until the engine thread fails. Returns the exit code; raises the engine thread's error."""
     metrics = EngineMetrics()
     engine = EngineThread(lambda: load(options), metrics, max_waiting=options.max_waiting)
-    app = create_app(Service(engine, metrics, options.model), is_loopback=is_loopback_host(options.host))
+    app = create_app(Service(engine, metrics, options.model, Path(options.target).name),
+                     is_loopback=is_loopback_host(options.host))
     server = _DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False, http=TimedProtocol,
                                             timeout_graceful_shutdown=math.ceil(options.drain_s) + _DELIVER_S),
                              engine, options.drain_s)

@@ -299,7 +299,7 @@ def _table(columns: Sequence[str], left: Sequence[str]) -> Table:
     return table
 
 
-class _Progress:
+class ProgressLine:
     """Progress on stderr: one updated line on a terminal, a line every ten seconds in a log, nothing with --json."""
 
     def __init__(self, screen: Screen) -> None:
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         variants = read_variants(arguments)
         names = [variant.name for variant in variants]
         baseline = arguments.baseline or ("off" if "off" in names else names[0])
-        report = run_load(variants, prompts, spec, baseline, _Progress(screen).report)
+        report = run_load(variants, prompts, spec, baseline, ProgressLine(screen).report)
         if arguments.out is not None:
             write_model(arguments.out, report)
         screen.show(report, load_view(report))
