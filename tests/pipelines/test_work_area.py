@@ -129,7 +129,7 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     assert names == ["base-step-10", "base-step-20"]
     measured = [pods.run(tasks.benchmark, name) for name in ("base-step-10", "base-step-20")]
     assert {"stages/regenerate/held_out.jsonl", "stages/train/base/checkpoints/base-step-20/config.json",
-            } <= pods.here()
+            "stages/train/base/manifest.json"} <= pods.here(), "a stage compares the drafter with it"
     assert not {"stages/regenerate/rows.jsonl", "stages/train/base/checkpoints/base-step-10/config.json",
                 "stages/capture/index.json"} & pods.here()
     best = pods.run(tasks.select, measured)
@@ -164,7 +164,7 @@ def test_a_hardware_profile_gets_the_drafter_the_proof_and_the_requests_of_the_f
     for profile in ("one", "two"):
         pods.run(tasks.hardware, best, profile)
     assert rehearsal.starts()[-2:] == ["hardware/one", "hardware/two"]
-    assert {"stages/hardware/one/results.jsonl", "stages/prove/manifest.json",
+    assert {"stages/hardware/one/results.jsonl", "stages/prove/manifest.json", "stages/train/base/manifest.json",
             f"stages/train/base/checkpoints/{best}/config.json"} <= pods.here()
     assert "stages/hardware/one/manifest.json" in pods.stored()
     with pytest.raises(StageFailed, match=r"profile 'three' is not in this job's prove\.hardware"):

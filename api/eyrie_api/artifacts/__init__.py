@@ -177,8 +177,9 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
 
     leave_out   paths of the manifest that are not here: their reader compares them
 
-    Paths that are not in a finished stage's directory (published drafters, data of the user) have no digest and pass.
-    Raises ArtifactMissing, and ArtifactCorrupt also where the manifest lists no such path.
+    Paths that are not in a finished stage's directory (published drafters, data of the user) have no digest and pass,
+    except below a job's `stages/train`: nothing would show damage of such a drafter. Raises ArtifactMissing, and
+    ArtifactCorrupt also where the manifest lists no such path.
     """
     path = path.absolute()
     for root in (path, *path.parents):
@@ -192,6 +193,10 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
         listed = tuple(entry for entry in here if entry.path not in leave_out)
         verify_files(manifest.model_copy(update={"files": listed}), root)
         return
+    for at, part in enumerate(path.parts):
+        if part == "jobs" and path.parts[at + 2:at + 4] == ("stages", "train") and len(path.parts) > at + 4:
+            raise ArtifactMissing(f"{path} is of a training stage that has no {MANIFEST}, whose digests would show "
+                                  "damage", RUN_AGAIN)
 
 
 @cache

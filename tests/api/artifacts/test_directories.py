@@ -138,6 +138,17 @@ def test_a_part_of_a_stage_is_compared_with_the_stages_manifest(tmp_path: Path) 
     verify_part(tmp_path / "published")  # no stage made it
 
 
+def test_a_trained_drafter_without_a_manifest_is_refused_and_one_of_the_user_is_not(tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "jobs" / "j" / "stages" / "train" / "c")
+    verify_part(made / "shards")
+    for others in ("jobs/j/stages/benchmark/c/drafter", "jobs/mine/train/c", "stages/train/c", "jobs/j/stages/train"):
+        verify_part(tmp_path / others)
+    (made / MANIFEST).unlink()
+    for path in (made, made / "shards"):
+        with pytest.raises(ArtifactMissing, match=r"has no manifest\.json.*--from STAGE"):
+            verify_part(path)
+
+
 def test_a_manifest_in_the_place_of_another_stages_is_refused(tmp_path: Path) -> None:
     made = a_stage(tmp_path / "stages" / "train" / "c")
     (made / "held-out.jsonl").write_bytes(b"its manifest does not list it")
