@@ -1,4 +1,4 @@
-"""What `eyrie certify --off URL --drafted URL` reads of a real SGLang server: what it is, answers, log probabilities."""
+"""What `eyrie certify --off URL --drafted URL` reads of a real SGLang server: facts, answers, log probabilities."""
 
 from collections.abc import Iterator
 from dataclasses import replace
