@@ -385,22 +385,28 @@ def judge_tie(connection: Connection, server: RunningServer, expected: Answer, d
     place = first_difference(expected.token_ids, drafted.token_ids)
     if place in (len(drafted.token_ids), len(expected.token_ids)):
         return False  # one answer ends where the other goes on, and the end has no token to judge
-    tokens = drafted.token_ids[place:]
-    ids = [*expected.prompt_ids, *drafted.token_ids]
-    if server.engine == "sglang":
-        rows = sglang_rows(connection.post("/generate", {
-            "input_ids": ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True,
-            "top_logprobs_num": _TOP, "logprob_start_len": len(ids) - len(tokens) - 1}))
-    else:
-        rows = vllm_rows(connection.post("/v1/completions", {
-            "model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": _TOP}))
+    rows = answer_rows(connection, server, expected.prompt_ids, drafted.token_ids, place)
     dtype = server.facts.get("dtype")
-    return is_near_tie(rows[-len(tokens):], expected.token_ids[place], tokens,
+    return is_near_tie(rows, expected.token_ids[place], drafted.token_ids[place:],
                        dtype if dtype in ("float32", "float16") else "bfloat16")
 
 
 Row = Mapping[int, float]
 """Log probabilities at one position of a prompt by token: the likeliest ones, and the prompt's own."""
+
+
+def answer_rows(connection: Connection, server: RunningServer, prompt_ids: Sequence[int], answer_ids: Sequence[int],
+                place: int) -> list[Row]:
+    """Of an answer from the token at `place` on, in one prefill by SGLang or vLLM."""
+    ids, num_rows = [*prompt_ids, *answer_ids], len(answer_ids) - place
+    if server.engine == "sglang":
+        rows = sglang_rows(connection.post("/generate", {
+            "input_ids": ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True,
+            "top_logprobs_num": _TOP, "logprob_start_len": len(ids) - num_rows - 1}))
+    else:
+        rows = vllm_rows(connection.post("/v1/completions", {
+            "model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": _TOP}))
+    return rows[-num_rows:]
 
 
 def sglang_rows(answer: Mapping[str, Any]) -> list[Row]:
