@@ -45,7 +45,6 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.reports import PromotionCheck, PromotionDecision
 from eyrie_api.decisions.certification import EXIT_CODES, WORDS, Verdict, certification
-from eyrie_api.decisions.evidence import first_token_standing, speedup_standing
 from eyrie_api.decisions.near_ties import is_lossless, rounding_step
 from eyrie_api.decisions.promotion import CANDIDATE, OFF, checks_at_load, summarize_decision
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -53,9 +52,10 @@ from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.load.__main__ import ProgressLine, comparisons_table, read_prompts
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.http_client import parse_url
-from eyrie_workers.measure.load.report_statistics import LevelResults, paired_ratios, typical_ttft_s
+from eyrie_workers.measure.load.report_statistics import LevelResults, load_standing, paired_ratios
 from eyrie_workers.measure.load.run import run_load
 from eyrie_workers.measure.load.schedule import draw_prompts
+from eyrie_workers.measure.parity import first_difference
 
 _LOOK_S, _ANSWER_S = 30.0, 600.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -372,18 +372,13 @@ def compare(users: int, alone: Sequence[Answer], plain: Sequence[Answer], drafte
                            differences=tuple(differences[:_MOST_LINES]))
 
 
-def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
-    """Of two that differ: the length of their common beginning."""
-    return next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-
-
 def judge_tie(connection: Connection, server: RunningServer, expected: Answer, drafted: Answer) -> bool | None:
     """By the log probabilities that the server without a drafter computes of the drafted answer."""
     if server.engine == "embedded" or expected.prompt_ids is None or expected.token_ids is None \
             or drafted.token_ids is None:
         return None
     place = first_difference(expected.token_ids, drafted.token_ids)
-    if place in (len(drafted.token_ids), len(expected.token_ids)):
+    if place is None or place in (len(drafted.token_ids), len(expected.token_ids)):
         return False  # one answer ends where the other goes on, and the end has no token to judge
     rows = answer_rows(connection, server, expected.prompt_ids, drafted.token_ids, place)
     dtype = server.facts.get("dtype")
@@ -481,13 +476,8 @@ def measure_load(endpoints: Sequence[LoadEndpoint], prompts: Sequence[Prompt], p
     def is_clear(levels: Sequence[LevelResults]) -> bool:
         level = {results.variant: results for results in levels}
         ratios = paired_ratios(level[CANDIDATE], level[OFF])
-        if ratios is None or len(level[OFF].results) < prove.requests:
-            return False
-        standing = speedup_standing(policy, ratios.throughput, ratios.throughput_interval)
-        if standing == "passed" and ratios.ttft is not None:
-            later_s = typical_ttft_s(level[CANDIDATE]) - typical_ttft_s(level[OFF])
-            standing = first_token_standing(policy, ratios.ttft, ratios.ttft_interval, later_s)
-        return standing != "open"
+        return ratios is not None and len(level[OFF].results) >= prove.requests and load_standing(
+            policy, ratios, level[CANDIDATE], level[OFF]) != "open"
 
     spec = LoadSpec(concurrencies=prove.concurrencies, requests=1, repeats=prove.most_pairs,
                     max_new_tokens=prove.max_new_tokens)

@@ -53,9 +53,7 @@ from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.decisions.evidence import (
     Standing,
     changed_prompt_standing,
-    first_token_standing,
     no_slowdown_standing,
-    speedup_standing,
 )
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.sglang_support import holds_mtp_layers
@@ -71,8 +69,8 @@ from eyrie_workers.measure.load.report_statistics import (
     LevelResults,
     PairedRatios,
     crossover,
+    load_standing,
     paired_ratios,
-    typical_ttft_s,
 )
 from eyrie_workers.measure.load.run import run_load, run_load_in_turn
 from eyrie_workers.measure.parity import (
@@ -624,11 +622,7 @@ def _check_load(proof: Proof, load: int) -> CheckResult:
     def standing(ratios: PairedRatios, candidate: LevelResults, baseline: LevelResults) -> Standing:
         if is_off:
             return no_slowdown_standing(policy, ratios.throughput_interval)
-        speed = speedup_standing(policy, ratios.throughput, ratios.throughput_interval)
-        if speed != "passed" or ratios.ttft is None:
-            return speed
-        later_s = typical_ttft_s(candidate) - typical_ttft_s(baseline)
-        return first_token_standing(policy, ratios.ttft, ratios.ttft_interval, later_s)
+        return load_standing(policy, ratios, candidate, baseline)
 
     report = proof.measure(load, prove.requests, prove.most_pairs, variants, standing)
     for pair in report.comparisons:

@@ -25,6 +25,8 @@ import numpy as np
 
 from eyrie_api.contract.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
 from eyrie_api.contract.model import Interval
+from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.decisions.evidence import Standing, first_token_standing, speedup_standing
 from eyrie_workers.measure import intervals
 from eyrie_workers.measure.load.client import RequestResult
 from eyrie_workers.measure.load.completion_stream import FloatArray
@@ -198,6 +200,16 @@ def typical_ttft_s(level: LevelResults) -> float:
     """Median time to first token; infinite where none was measured."""
     waits = quantiles(np.array([result.ttft_s for result in level.results if result.ttft_s is not None]))
     return math.inf if waits is None else waits.p50
+
+
+def load_standing(policy: PromotionPolicy, ratios: PairedRatios, candidate: LevelResults,
+                  baseline: LevelResults) -> Standing:
+    """A load at which the candidate drafts: its speed-up and, once that has passed, its time to first token."""
+    speed = speedup_standing(policy, ratios.throughput, ratios.throughput_interval)
+    if speed != "passed" or ratios.ttft is None:
+        return speed
+    later_s = typical_ttft_s(candidate) - typical_ttft_s(baseline)
+    return first_token_standing(policy, ratios.ttft, ratios.ttft_interval, later_s)
 
 
 def _by_block(level: LevelResults) -> dict[int, dict[int, RequestResult]]:
