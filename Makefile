@@ -258,10 +258,10 @@ campaign-soak: setup  ## two hours of traffic and jobs: memory, descriptors, thr
 
 # Seven minutes. Without schemathesis, which would have to be downloaded; the model's short form is in the fast tier.
 campaigns-short: setup  ## the short forms of the campaigns, as CI runs them
-	@$(BIN)/python -m benchmarks.campaigns.tenancy --postgres --seconds 50 > /dev/null
-	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --seconds 60 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.tenancy --postgres --seconds 40 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.fuzz --postgres --seconds 50 > /dev/null
 	@$(BIN)/python -m benchmarks.campaigns.chaos --seconds 30 > /dev/null
-	@$(BIN)/python -m benchmarks.campaigns.corruption --parts home,endpoint,store,cache --seconds 80 > /dev/null
+	@$(BIN)/python -m benchmarks.campaigns.corruption --parts home,endpoint,store,cache --seconds 60 > /dev/null
 	@$(BIN)/python -m benchmarks.campaigns.soak --seconds 60 > /dev/null
 
 $(SCHEMATHESIS): benchmarks/campaigns/schemathesis.txt
