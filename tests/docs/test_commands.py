@@ -43,6 +43,7 @@ NOT_RUN = {
     r"eyrie (chat|endpoints)\b": "need an endpoint that serves: tests/walkthrough and the demo",
     r"eyrie compare ": "trains for minutes: tests/api/test_cli.py",
     r"eyrie certify ": "needs drafters: tests/operator/test_certify.py",
+    r"eyrie export ": "needs a job that was measured: tests/operator/test_certify.py",
     r"curl .*published-eagle3-head": "needs a drafter: tests/docs/test_examples.py plans the document",
     r"eyrie webhooks create ": "resolves the receiver's host: tests/api/access/test_webhooks.py",
     r"eyrie worker ": "needs Redis: tests/api/test_prefork.py",
