@@ -109,6 +109,11 @@ def wait_for_steps(out: Path, process: subprocess.Popen[bytes], steps: int) -> N
     wait_for(lambda: sum(metric.name == "loss" for metric in metrics(out)) >= steps, f"{steps} steps", process=process)
 
 
+def wait_for_saved_state(out: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until a state is on disk, which a thread writes while the steps go on: on a busy machine several later."""
+    wait_for((out / "state/training.safetensors").exists, "a saved state", process=process)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, store_dir: Path) -> Path:
     out = tmp_path_factory.mktemp("finished")
@@ -184,6 +189,7 @@ def test_kill_9_at_any_step_changes_no_bit_of_the_result(
     for steps in (4, 11):  # neither a multiple of save_every_steps: work is lost and must be redone
         process = start(tmp_path)
         wait_for_steps(tmp_path, process, steps)
+        wait_for_saved_state(tmp_path, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert not (tmp_path / "manifest.json").exists()

@@ -13,7 +13,7 @@ from tests.api.artifacts.conftest import make_bucket
 from tests.servers.s3 import S3Server
 from tests.tiny import tiny_target
 from tests.workers.stages import test_capture as capturing
-from tests.workers.stages.test_train import report_of, run, same, start, wait_for_steps, weights, write_spec
+from tests.workers.stages.test_train import report_of, run, same, start, wait_for_saved_state, weights, write_spec
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_trained_from_a_stream_killed_and_resumed_it_is_the_drafter_trained_from
         home: Path, tmp_path: Path) -> None:
     write_spec(tmp_path, home / "target", home / "stream", epochs=12)
     process = start(tmp_path)
-    wait_for_steps(tmp_path, process, 4)
+    wait_for_saved_state(tmp_path, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert run(tmp_path) == 0

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
 from tests.workers.events import stage_records
-from tests.workers.stages.test_train import report_of, wait_for_steps, write_spec
+from tests.workers.stages.test_train import report_of, wait_for_saved_state, wait_for_steps, write_spec
 
 pytestmark = pytest.mark.slow
 Series = dict[str, list[tuple[int, float]]]
@@ -47,6 +47,7 @@ def test_each_tracker_has_every_step_of_a_killed_and_resumed_training_once_in_on
     variables = {"MLFLOW_TRACKING_URI": mlflow_address, "WANDB_MODE": "offline"}
     process = start(out, **variables)
     wait_for_steps(out, process, 7)
+    wait_for_saved_state(out, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert start(out, **variables).wait() == 0, (out / "log.txt").read_text()
