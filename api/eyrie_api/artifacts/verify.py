@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rules", type=ReadRules.model_validate_json, help="for what the engine opens, as JSON")
     parser.add_argument("--opened", nargs="*", default=[], help="directories that the engine opens")
     options = parser.parse_args(argv)
+    if options.opened and options.rules is None:
+        parser.error("--opened needs --rules")
     try:
         for path in options.opened:
             check_path("the engine's directory", path, options.rules)

@@ -28,7 +28,7 @@ class ReadRules(Frozen):
 
 
 class EndpointRules(Frozen):
-    """Which files the engines of an endpoint may open, stored with it: by whom it was made."""
+    """Which files the engines of an endpoint may open, stored with it; they depend on who made it."""
 
     rules: ReadRules | None
     """None: who made it has a role in all projects."""

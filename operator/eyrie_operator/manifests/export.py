@@ -2,7 +2,7 @@
 
 SGLang's line is the one that endpoints are started with (`eyrie_workers.sglang.launch`), with SGLang's own launcher
 instead of the guarded one, which needs this package. vLLM's has the same target, limits and depth; what vLLM does not
-serve, or serves otherwise than it was measured, is said and not left to be found.
+serve, or serves otherwise than it was measured, is in the notes.
 
 The objects are few and without this operator: a Deployment with a Service, an InferenceService of KServe with a
 container of its own, and values of the chart llm-d-modelservice with a custom command. Ids of the Hub stay as they are,

@@ -188,7 +188,7 @@ class Connection:
 
 
 def look(connection: Connection, option: str, model: str | None) -> RunningServer:
-    """Recognise a server. Raises InvalidInput for one that is none of the three, EndpointUnusable for none.
+    """Recognise a server. Raises InvalidInput for another server, EndpointUnusable when none answers.
 
     option   that names it, for messages
     model    in requests; None: the only one that it lists

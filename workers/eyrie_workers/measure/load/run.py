@@ -53,7 +53,6 @@ class OwnServers(Protocol):
         ...
 
 
-
 _AFTER_FAILURE_S = 0.1
 _POLL_S = 0.1
 _SATURATED = 0.8  # of a core: above it the delay of the event loop becomes visible in the latencies
