@@ -151,15 +151,7 @@ def tuning(report: TuneReport) -> Figure:
             for shape in sorted(shown, key=lambda shape: (shape.tree.top_k > 1, shape.tree.num_draft_tokens))]
     across = {"x": {"field": "top_k", "type": "ordinal", "title": "top_k", "axis": {"labelAngle": 0}},
               "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps"}}
-    cells: Row = {"mark": {"type": "rect", "tooltip": True},
-                  "encoding": across | {
-                      "color": {"field": "speedup", "type": "quantitative", "title": _SPEEDUP,
-                                "scale": {"scheme": "viridis", "zero": False, "nice": False},
-                                "legend": {"orient": "bottom", "gradientLength": 200}},
-                      "tooltip": tips(rows)}}
-    best: Row = {"transform": [{"filter": "datum.winner"}],
-                 "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4},
-                 "encoding": across}
+    cells, best = _map_cells(across, "speedup", _SPEEDUP, rows), _map_frame(across, "winner")
     labels: Row = {"mark": {"type": "text", "fontSize": 12},
                    "encoding": across | {
                        "text": {"field": "label"},
@@ -225,6 +217,22 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
                    rows, {"width": 520, "height": 320, "layer": layers, "resolve": OWN_LEGENDS})
 
 
+def _map_cells(across: Row, value: str, title: str, rows: Sequence[Row]) -> Row:
+    """Cells coloured by a field, with a tooltip."""
+    return {"mark": {"type": "rect", "tooltip": True},
+            "encoding": across | {
+                "color": {"field": value, "type": "quantitative", "title": title,
+                          "scale": {"scheme": "viridis", "zero": False, "nice": False},
+                          "legend": {"orient": "bottom", "gradientLength": 200}},
+                "tooltip": tips(rows)}}
+
+
+def _map_frame(across: Row, flag: str) -> Row:
+    """A frame around the cells of which a field is true."""
+    return {"transform": [{"filter": f"datum.{flag}"}],
+            "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4}, "encoding": across}
+
+
 def needed_tau(report: TuneReport) -> Figure:
     """The tau that a chain needs by users and depth, and the drafter's own. The report has needed taus."""
     rows = []
@@ -240,15 +248,9 @@ def needed_tau(report: TuneReport) -> Figure:
     across = {"x": {"field": "users", "type": "ordinal", "title": "requests decoded at once",
                     "axis": {"labelAngle": 0}},
               "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps of a chain"}}
-    cells: Row = {"transform": [{"filter": "datum.needed_tau !== null"}], "mark": {"type": "rect", "tooltip": True},
-                  "encoding": across | {
-                      "color": {"field": "needed_tau", "type": "quantitative", "title": "tau needed",
-                                "scale": {"scheme": "viridis", "zero": False, "nice": False},
-                                "legend": {"orient": "bottom", "gradientLength": 200}},
-                      "tooltip": tips(rows)}}
-    enough: Row = {"transform": [{"filter": "datum.enough"}],
-                   "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4},
-                   "encoding": across}
+    cells = _map_cells(across, "needed_tau", "tau needed", rows) | {
+        "transform": [{"filter": "datum.needed_tau !== null"}]}
+    enough = _map_frame(across, "enough")
     labels: Row = {"mark": {"type": "text", "fontSize": 12, "lineBreak": "\n", "baseline": "middle", "dy": -6,
                             "style": INK},
                    "encoding": across | {

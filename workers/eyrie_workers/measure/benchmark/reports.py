@@ -66,12 +66,13 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
     baseline = [sample for result in results for sample in result.baseline]
     tallies = [result.tally for result in results]
     histogram = intervals.add_histograms([sample.accepted_histogram for sample in drafted])
+    speedup = intervals.speed_ratio(tallies)
     return CellReport(
         suite=suite, temperature=temperature, tree=tree, prompts=len(results), tokens=_tokens(drafted),
         tau=intervals.acceptance_length(histogram), acceptance=intervals.conditional_acceptance(histogram),
         accepted_histogram=histogram,
-        tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=intervals.speed_ratio(tallies),
-        speedup_interval=intervals.ratio_interval(intervals.speed_ratio(tallies), np.array(tallies), seed),
+        tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=speedup,
+        speedup_interval=intervals.ratio_interval(speedup, np.array(tallies), seed),
         ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
         near_ties=near_ties, compared=compared, divergences=tuple(divergences))
