@@ -8,9 +8,9 @@ stable Service, as a client's would in the cluster.
 import contextlib
 import json
 import secrets
-import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from eyrie_api.artifacts import list_files, write_model
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.reports import TrainReport, VocabularyReport
 from eyrie_api.contract.serving import EndpointServeSpec
+from eyrie_api.contract.stages import Manifest
 from eyrie_api.contract.status import Endpoint
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
@@ -36,6 +39,8 @@ from tests.cluster.patience import eventually
 from tests.cluster.programs import missing, programs
 
 HOME = "/var/lib/eyrie"
+JOB = "j1"
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
 SERVE_S = 240.0
 """An engine loads in seconds, and its pod waits for two cores that everything else wants too."""
@@ -73,24 +78,32 @@ class Harness:
         return self.endpoints.create(name, TargetSpec(model="quickstart"), served, "q")
 
     def propose(self, drafter: str, name: str = "chat") -> int:
-        return self.endpoints.propose(name, job_id=None, checkpoint=drafter, tree=CHAIN, reason="better",
-                                      drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/{drafter}").number
+        return self.endpoints.propose(name, job_id=JOB, checkpoint=drafter, tree=CHAIN, reason="better",
+                                      drafter_dir=f"{HOME}/jobs/{JOB}/stages/train/a/checkpoints/{drafter}").number
 
-    def checkpoint(self, name: str, source: Path | None = None) -> Path:
-        """A drafter's directory on the work volume, with the files of `source`, readable to the pods' user."""
-        path = self.work / "jobs/j1/stages/train/a/checkpoints" / name
+    def checkpoint(self, name: str, files: Mapping[str, bytes]) -> None:
+        """A drafter on the work volume, readable to the pods' user, in the manifest of the training that made it."""
+        stage = self.work / f"jobs/{JOB}/stages/train/a"
+        path = stage / "checkpoints" / name
         path.mkdir(parents=True)
-        for file in sorted(source.iterdir()) if source is not None else ():
-            shutil.copyfile(file, path / file.name)
-        return path
+        for file, data in files.items():
+            (path / file).write_bytes(data)
+        made = tuple(file for file in stage.glob("checkpoints/*/*") if file.is_file())
+        write_model(stage / "manifest.json", Manifest(
+            stage="train", job_id=JOB, candidate="a", spec_digest=f"sha256:{0:064}", code_version="0",
+            started_at=NOW.isoformat(), finished_at=NOW.isoformat(), files=list_files(stage, made), report=TrainReport(
+                candidate="a", steps=1, tokens=1, supervised_tokens=1, seconds=1.0, tokens_per_s=1.0, padding_share=0.0,
+                data_wait_share=0.0, checkpoints=(), vocabulary=VocabularyReport(
+                    draft_vocab_size=4, vocab_size=8, coverage=0.9, coverage_curve={4: 0.9}))))
 
     def served_by(self, revision: int, name: str = "chat") -> Endpoint:
         def serving() -> bool:
             seen = self.endpoints.get(name)
+            assert seen.revisions[-1].state != "rejected", seen.revisions[-1].rejected_reason
             result = find(seen.conditions, "Serving")
             return seen.active_revision == revision and result is not None and result.status == "True"
 
-        eventually(serving, f"revision {revision} serves: {self.endpoints.get(name)}", deadline_s=SERVE_S, every_s=0.5)
+        eventually(serving, f"revision {revision} serves", deadline_s=SERVE_S, every_s=0.5)
         return self.endpoints.get(name)
 
     def ask(self, name: str = "chat") -> str:
@@ -139,8 +152,8 @@ def volume(cluster: Cluster, namespace: str, directory: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a drafter of random weights for the quickstart target: poor guesses, and the text is the target's."""
     import torch
 
     from eyrie_api.planning.facts import quickstart_dir
@@ -160,7 +173,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         DraftVocabulary(torch.arange(known.vocab_size), known.vocab_size))
     path = tmp_path_factory.mktemp("drafter") / "random"
     save_drafter(path, made)
-    return path
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 
 @pytest.fixture
@@ -170,14 +183,14 @@ def operator(harness: Harness) -> Iterator[OperatorProcess]:
 
 
 def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_waiting(
-        harness: Harness, drafter: Path, operator: OperatorProcess) -> None:
+        harness: Harness, drafter: dict[str, bytes], operator: OperatorProcess) -> None:
     harness.create()
     bare = harness.served_by(1)
     assert bare.url == f"http://eyrie-chat.{harness.namespace}.svc/v1"
     first = harness.ask()
 
     harness.checkpoint("c1", drafter)
-    (harness.checkpoint("broken") / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    harness.checkpoint("broken", {"config.json": json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}).encode()})
     answers: list[str] = []
     failures: list[Exception] = []
     done = threading.Event()
@@ -228,7 +241,7 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
 
 
 def test_an_applied_endpoint_is_finished_by_another_operator_when_the_first_is_killed_half_way(
-        harness: Harness, drafter: Path) -> None:
+        harness: Harness, drafter: dict[str, bytes]) -> None:
     harness.checkpoint("c1", drafter)
     with operating(harness.home, harness.namespace) as first:
         harness.cluster.create({
