@@ -1,6 +1,7 @@
 """How often the proof decides rightly on a machine with other work: simulated on noise that is recorded first.
 
     python -m benchmarks.decisions [--seconds 120] [--runs 400] [--out .eyrie/bench/decisions.json] [--traces FILE]
+    python -m benchmarks.decisions --certify DRAFTER [--times 10]
 
 Recording: a fixed piece of work, products of a matrix and a vector on all threads as in the decoding of a small target,
 is timed without a pause, on the machine as it is, next to one busy process per core, and next to processes that come
@@ -13,6 +14,9 @@ in the order of the real schedule: a proof is longer than a trace, which must no
 pair the real functions say whether it is clear (`intervals.anytime_interval`, `evidence.speedup_standing`). The rule
 before pairs is simulated too: two blocks of eight requests per variant, and an interval by prompts.
 
+`--certify` counts real decisions in place of simulated ones: `eyrie certify` of a drafter for the shipped target, each
+a whole job in processes of its own, alternately on the machine as it is and next to one busy process per core.
+
 What is asked: a drafter slower than none is promoted in at most 2.5 % of the runs, one of 1.2x is missed in at most
 10 %. The rules were designed on traces of 2026-11-28: only another day judges them.
 """
@@ -23,7 +27,9 @@ import math
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -188,6 +194,24 @@ def judge(traces: Sequence[Trace], runs: int) -> list[dict[str, object]]:
     return rows
 
 
+def certify(drafter: Path, times: int) -> list[dict[str, object]]:
+    """What `eyrie certify` decides of the drafter, again and again, alternately alone and next to busy processes."""
+    rows: list[dict[str, object]] = []
+    for turn in range(times):
+        for kind in NEIGHBOURS[:2]:
+            with tempfile.TemporaryDirectory() as home, _neighbours(kind):
+                started = time.monotonic()
+                ended = subprocess.run(
+                    [Path(sys.executable).with_name("eyrie"), "certify", drafter, "--target", "quickstart", "--json",
+                     "--home", home], check=False, stdout=subprocess.PIPE, text=True)
+                seconds = time.monotonic() - started
+            said = json.loads(ended.stdout)
+            rows.append({"neighbours": kind, "exit_code": ended.returncode, "seconds": round(seconds),
+                         "verdict": said.get("verdict"), "summary": said.get("summary")})
+            print(f"{turn + 1} of {times}, neighbours {kind}: {rows[-1]}", flush=True)
+    return rows
+
+
 def main() -> int:
     """The command line in the module docstring. 1 where a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -195,8 +219,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=400, help="simulated proofs of each case")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/decisions.json"))
     parser.add_argument("--traces", type=Path, help="kept by an earlier run; default: new ones are recorded")
+    parser.add_argument("--certify", type=Path, metavar="DRAFTER", help="count real decisions about this drafter")
+    parser.add_argument("--times", type=int, default=10, help="with --certify: of each neighbours")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.certify is not None:
+        counted = certify(options.certify, options.times)
+        write_atomically(options.out.with_suffix(".certified.json"), json.dumps({
+            "environment": client_environment().model_dump(mode="json"), "rows": counted}, indent=1) + "\n")
+        return 0
     if options.traces is None:
         traces = [record(kind, options.seconds) for kind in NEIGHBOURS]
         write_atomically(options.out.with_suffix(".traces.json"), json.dumps(list(map(asdict, traces))) + "\n")
