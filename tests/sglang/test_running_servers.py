@@ -1,14 +1,18 @@
-"""What `eyrie certify --off URL --drafted URL` reads of a real SGLang server: facts, answers, log probabilities."""
+"""`eyrie certify --off URL --drafted URL` on real SGLang servers: what it reads of one, a whole comparison of two."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.prove import ProveSpec
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.measure.running_servers import Connection, answer_rows, ask, judge_tie, look
+from eyrie_workers.measure.running_servers import Connection, answer_rows, ask, judge_tie, look, main
 from eyrie_workers.sglang.process import SglangServer
-from tests.sglang.servers import flags, serving
+from tests.sglang.servers import drafting, flags, serving
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +40,21 @@ def test_real_log_probabilities_judge_an_answer_token_by_token(off: SglangServer
         assert judge_tie(connection, server, answer, other) is False
     finally:
         connection.close()
+
+
+@pytest.mark.slow
+def test_two_running_servers_are_compared_and_judged(off: SglangServer, drafter: Path, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    proof = ProveSpec(concurrencies=(1, 4), requests=8, most_pairs=6, max_new_tokens=24, parity_prompts=4)
+    chain = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+    with serving(flags(*drafting(drafter, chain)), tmp_path) as drafted:
+        code = main(["--off", off.url, "--drafted", drafted.url, "--prompts", "quickstart:chat", "--prompts",
+                     "quickstart:math", "--prove", proof.model_dump_json(), "--json"])
+    certificate = json.loads(capsys.readouterr().out)
+    assert code == certificate["exit_code"]
+    # How fast two servers are next to other work is not what this test decides.
+    assert certificate["verdict"] in ("faster", "not-faster", "undecided"), certificate["summary"]
+    assert [(part["users"], part["compared"], part["by"]) for part in certificate["answers"]] == [
+        (1, 4, "token ids"), (4, 4, "token ids")]
+    assert all(part["identical"] + part["near_ties"] + part["as_undrafted"] == 4 for part in certificate["answers"])
+    assert (certificate["off"]["drafts"], certificate["drafted"]["drafts"]) == ("", "EAGLE3 3/1/4")
