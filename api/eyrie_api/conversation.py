@@ -3,10 +3,10 @@
 Every dialect becomes turns with OpenAI's names, whose normal form `eyrie_api.chat_messages` defines for rows and
 requests alike: a template renders, a hash identifies and an endpoint receives the same value for any file format. Read
 besides OpenAI's and ShareGPT's turns: those of Dolci (tools as `functions` of the system turn, calls as
-`function_calls` in JSON or Python's syntax, results by `environment`), and Alpaca's `instruction`, `input`, `output`.
-An empty last answer is left out. A row that breaks a rule is refused with a reason (`Malformed`); whether the target
-can answer a conversation, its template decides. The stage that answers rows and the plan that counts them read them by
-these rules.
+`function_calls` in JSON or Python's syntax, results by `environment`), Alpaca's `instruction`, `input`, `output` (or
+`response`), and GSM8K's `question`, `answer`. An empty last answer is left out. A row that breaks a rule is refused
+with a reason (`Malformed`); whether the target can answer a conversation, its template decides. The stage that answers
+rows and the plan that counts them read them by these rules.
 
 Pure: values in, values out.
 """
@@ -74,8 +74,8 @@ def decode_row(line: bytes) -> Any:
 def conversation(value: object, source: str, line: int, layout: str | None) -> Conversation:
     """The conversation in one decoded row.
 
-    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`); None where the rows before
-             have none of these
+    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`, or `question`); None where
+             the rows before have none of these
 
     Raises Malformed with the reason when the row breaks a rule.
     """
@@ -85,7 +85,8 @@ def conversation(value: object, source: str, line: int, layout: str | None) -> C
         raise Malformed(f"a row must be an object, this is {kind_of(value)}")
     if layout is None:
         fields = ", ".join(sorted(map(str, value))[:6]) or "no fields"
-        raise Malformed(f"neither `messages` nor `conversations` nor `instruction` in the row, which has {fields}")
+        raise Malformed(f"neither `messages` nor `conversations` nor `instruction` nor `question` in the row, which "
+                        f"has {fields}")
     turns = _answered(_instruction(value) if layout == "alpaca" else _turns(value, layout))
     tools = _tools(value.get("tools")) or _tools(turns[0].get("functions"))
     messages = normal_messages([_openai(turn, index) for index, turn in enumerate(turns)])
@@ -109,7 +110,7 @@ def detect_layout(value: object) -> str | None:
             return "messages"
         if "conversations" in value or "conversation" in value:
             return "sharegpt"
-        if "instruction" in value:
+        if "instruction" in value or "question" in value:
             return "alpaca"
     return None
 
@@ -156,14 +157,14 @@ def _turns(value: Mapping[str, Any], layout: str) -> list[Mapping[str, Any]]:
 
 
 def _instruction(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """An Alpaca row as turns: the input stands below the instruction."""
-    instruction, given = value.get("instruction"), value.get("input")
+    """A row of Alpaca's or GSM8K's fields as turns: the input stands below the instruction."""
+    name = "question" if "instruction" not in value and "question" in value else "instruction"
+    instruction, given = value.get(name), value.get("input")
     if not isinstance(instruction, str):
-        raise Malformed(f"`instruction` must be text, this is {kind_of(instruction)}")
+        raise Malformed(f"`{name}` must be text, this is {kind_of(instruction)}")
     text = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
-    answer = value.get("output")
-    return [{"role": "user", "content": text},
-            *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else [])]
+    answers = [answer for key in ("output", "response", "answer") if isinstance(answer := value.get(key), str)]
+    return [{"role": "user", "content": text}, *({"role": "assistant", "content": answer} for answer in answers[:1])]
 
 
 def _answered(turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

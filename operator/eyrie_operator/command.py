@@ -251,7 +251,7 @@ def demo(
     if not keep:
         show.stop(show.HOME, screen)
         return
-    show.play(show.HOME, screen, short=short, engine=engine, target=target)
+    show.play(show.HOME, screen, show.demo_job(short, engine, target))
 
 
 # The program defines options and help.

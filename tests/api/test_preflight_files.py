@@ -274,14 +274,15 @@ def test_a_template_that_reads_parts_or_arguments_as_text_is_accepted(settings: 
         assert not [warning for warning in warnings if "tool calls" in warning and template == joined]
 
 
-ROWS = '{"question": "Say hi", "answer": "hi"}\n'
+ROWS = '{"query": "Say hi", "reply": "hi"}\n'
 NO_CONVERSATION = "none of its first {n} rows can be used; the first: {fault}; give one JSON object per line " \
-         "with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` (Alpaca)"
+         "with `messages` (OpenAI), `conversations` (ShareGPT), `instruction` (Alpaca) or `question` (GSM8K)"
+NO_LAYOUT = "neither `messages` nor `conversations` nor `instruction` nor `question` in the row, which has query, reply"
 DATA: dict[str, tuple[str, bytes, str]] = {
     "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(
         n=2, fault="bad JSON at column 1: Expecting value")),
     "gzip without a conversation": ("chats.jsonl.gz", gzip.compress(ROWS.encode()), NO_CONVERSATION.format(
-        n=1, fault="neither `messages` nor `conversations` nor `instruction` in the row, which has answer, question")),
+        n=1, fault=NO_LAYOUT)),
     "gzip of another name": ("chats.jsonl", gzip.compress(b"{}"), "a gzip file of another name; rename it to end in "
                                                                   ".gz"),
     "no gzip": ("chats.jsonl.gz", ROWS.encode(), "no gzip file, as its name says; write it again, or name it .jsonl if "
@@ -310,7 +311,7 @@ DATA: dict[str, tuple[str, bytes, str]] = {
     "truncated parquet": ("chats.parquet", b"PAR1" + bytes(100), "does not end as a parquet file does: it is "
                                                                  "truncated; copy or write it again"),
     "other fields": ("chats.jsonl", (ROWS * 70).encode(), NO_CONVERSATION.format(
-        n=64, fault="neither `messages` nor `conversations` nor `instruction` in the row, which has answer, question")),
+        n=64, fault=NO_LAYOUT)),
     "empty conversations": ("chats.jsonl", b'{"messages": []}\n' * 3,
                             NO_CONVERSATION.format(n=3, fault="empty conversation")),
     "one long line": ("chats.jsonl", b"x" * ((8 << 20) + 1), NO_CONVERSATION.format(

@@ -48,8 +48,8 @@ _FOREIGN = (
     (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
-_ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT) or `instruction` "
-                 "(Alpaca)")
+_ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT), `instruction` "
+                 "(Alpaca) or `question` (GSM8K)")
 _HINTS = {NO_USER: "give conversations with the user's turns, which the target answers",
           NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 

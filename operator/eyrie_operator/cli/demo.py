@@ -93,15 +93,14 @@ def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKST
     )
 
 
-def play(home: Path, screen: Screen, *, short: bool, engine: EngineKind = "embedded",
-         target: str = QUICKSTART) -> None:
-    """Run the demo; the endpoint keeps running. Raises EyrieError when the job fails."""
+def play(home: Path, screen: Screen, job_spec: JobSpec) -> None:
+    """Run a job in a home of its own; the endpoint keeps running. Raises EyrieError when the job fails."""
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
     plane = start_detached(Settings(home=home, port=free_port()))
     screen.note(f"follow it in a browser: {plane.url}  (log: {home / 'plane.log'})")
     with Client(plane.url) as client:
-        created = client.create_job(demo_job(short, engine, target))
+        created = client.create_job(job_spec)
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
         job = watch(client, created.id, screen)
         verdict(job)

@@ -175,6 +175,18 @@ def test_an_alpaca_row_is_a_question_with_its_input_below(tmp_path: Path) -> Non
     assert [message["content"] for message in two.prompt] == ["Name a town."]
 
 
+def test_rows_of_gsm8k_and_of_gpteacher_are_read_as_published(tmp_path: Path) -> None:
+    rows = [{"question": "How many are 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}, {"question": "And 3 + 3?"}]
+    one, two = usable(read(write(tmp_path / "a.jsonl", *rows)))
+    assert [message["content"] for message in one.messages] == ["How many are 2 + 3?", "2 + 3 = 5\n#### 5"]
+    assert [message["role"] for message in two.messages] == ["user"]
+    (three,) = usable(read(write(tmp_path / "b.jsonl", {"instruction": "Add.", "input": "2 3", "response": "5"})))
+    assert [message["content"] for message in three.messages] == ["Add.\n\n2 3", "5"]
+    (bad,) = read(write(tmp_path / "c.jsonl", {"question": [[{"role": "user", "content": "Hi"}]]}))
+    assert isinstance(bad, QuarantinedRow)
+    assert bad.reason == "`question` must be text, this is list"
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_kept_whatever_its_field_is_called(tmp_path: Path, key: str) -> None:
     row = {"messages": [user("Hi"), {"role": "assistant", "content": "Hello", key: "They greet."}, user("And?")]}
