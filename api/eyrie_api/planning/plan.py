@@ -40,6 +40,7 @@ from eyrie_api.planning.plan_work import (
     DataFacts,
     PlannedWork,
     TargetFacts,
+    regeneration_bytes,
     training_gpus,
     training_on_gpus,
 )
@@ -305,6 +306,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             f"{work.stored.name}: {why_stored}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(job.candidates), "drafters", "sweep"),
+        *_regeneration_memory(work, counts),
         *_training_memory(work),
         *_rates_named(used, counts),
         *_starts_named(work, counts),
@@ -324,6 +326,19 @@ def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumpt
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
                        source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
+
+
+def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:
+    """Of the embedded engine on a CPU."""
+    spec, section = work.spec, work.spec.regenerate
+    if spec.data.answered or counts.get("regenerate") or (section.engine or spec.engine.kind) != "embedded":
+        return ()
+    longest = spec.data.max_prompt_tokens + max(
+        section.max_new_tokens, *(source.max_new_tokens or 0 for source in spec.data.sources))
+    most = regeneration_bytes(work.target, work.weight_bytes, work.job.target.dtype, section.concurrency, longest)
+    return (Assumption(name="memory of regenerate", value=round(most / 1e9, 1), unit="GB",
+                       source=f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of "
+                              f"{longest} tokens (data.max_prompt_tokens and the longest answer), and 1 GB"),)
 
 
 def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:

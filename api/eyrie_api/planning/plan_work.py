@@ -226,6 +226,18 @@ class PlannedWork:
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
 
 
+_OTHER_MEMORY = 10**9
+"""Bytes: programs and libraries, a second copy of the embeddings, positions of the cache that are not used yet, and
+what grows while its old copy is still there."""
+
+
+def regeneration_bytes(target: TargetFacts, weight_bytes: int, dtype: str, concurrency: int, longest: int) -> int:
+    """The most memory that the embedded engine takes on a CPU to generate so many answers at once: weights, and keys
+    and values of that many texts of `longest` tokens. Those of a float32 target are float64 (`speculation.cache`)."""
+    element = 8 if dtype == "float32" else ELEMENT_BYTES[dtype]
+    return weight_bytes + concurrency * longest * target.key_values * element + _OTHER_MEMORY
+
+
 def training_gpus(job: ResolvedJob) -> int:
     """GPUs that compute one candidate's steps; 0: CPUs do. One program that trains all candidates gives each one GPU;
     where `sweep.shared_passes` leaves open whether there is such a program, all GPUs are assumed for each."""
