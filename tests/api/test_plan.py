@@ -324,6 +324,16 @@ def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
     assert next(one.value for one in plan.assumptions if one.name == "tokens per training step") == tokens
 
 
+@pytest.mark.parametrize(("engine", "placement", "gigabytes"), [
+    # A float32 target on a CPU: 8 bytes for each of 2 * 16 * 2 * 64 keys and values of 24 * (1024 + 256) tokens.
+    ("embedded", {}, 2.1), ("embedded", {"every": {"num_gpus": 1}}, None), ("sglang", {}, None)])
+def test_the_plan_has_the_memory_of_regeneration_where_this_engine_generates_on_a_cpu(
+        engine: str, placement: dict[str, Any], gigabytes: float | None) -> None:
+    plan = plan_of(job_spec(engine=engine, placement=placement, target={"model": "quickstart", "dtype": "float32"}),
+                   SMALL, None)
+    assert next((one.value for one in plan.assumptions if one.name == "memory of regenerate"), None) == gigabytes
+
+
 @pytest.mark.parametrize(("gpu", "train", "tokens"), [
     ("NVIDIA-H100-80GB-HBM3", {}, 16_384), ("Some-15GB", {}, 4096),
     ("Some-15GB", {"max_tokens_per_gpu": 1536}, 1536)])

@@ -32,6 +32,7 @@ from eyrie_api.planning.published_drafters import with_drafters_of_jobs
 from eyrie_api.planning.resolve import with_gpu_defaults
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec, target_directory
+from tests.tiny import tiny_target
 
 ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
 
@@ -286,6 +287,14 @@ def test_stored_opinions_are_about_one_draft_vocabulary_which_every_candidate_mu
     refused(settings, InvalidInput, "128 .*candidate c2.* 64 draft tokens", target={"model": str(target)},
             capture=topk, sweep={"axes": [{"field": "drafter.draft_vocab_size", "values": [64, 128]}]})
     check(job_spec(target={"model": str(target)}, capture=topk, drafter={"draft_vocab_size": 64}), settings)
+
+
+def test_stored_opinions_about_a_vocabulary_that_follows_the_answers_allow_no_drafter_of_another_size(
+        settings: Settings, tmp_path: Path) -> None:
+    model, topk = {"model": str(tiny_target(tmp_path / "target", vocab_size=6000))}, {"final_state": "topk"}
+    refused(settings, InvalidInput, "as many draft tokens as the answers need", target=model, capture=topk,
+            drafter={"draft_vocab_size": 5000})
+    check(job_spec(target=model, capture=topk), settings)
 
 
 def test_layers_the_target_does_not_have_are_refused(settings: Settings, target: Path) -> None:

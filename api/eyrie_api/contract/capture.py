@@ -72,7 +72,7 @@ class CaptureSpec(Frozen):
 
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Size of the draft vocabulary of `final_state: topk`, built from the answers; all drafters trained from the store
-    use it. Default: the whole vocabulary up to 32768."""
+    use it. Default: as that of `drafter.draft_vocab_size`."""
 
     max_bytes: int | None = Field(None, ge=2**16, le=2**60)
     """Upper bound of the store's size. When `codec` does not fit, the most exact codec that fits is used instead."""

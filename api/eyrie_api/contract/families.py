@@ -52,6 +52,11 @@ class DecoderSizes:
         """Weights of gate, up and down projection."""
         return 3 * self.hidden_size * intermediate_size
 
+    @property
+    def key_values(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class DrafterSizes:

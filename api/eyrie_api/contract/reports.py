@@ -206,6 +206,13 @@ class VocabularyReport(Frozen):
     coverage_curve: dict[int, float]
     """Coverage at other sizes, for choosing one."""
 
+    held_out_coverage: Probability | None = None
+    """Of the answers that drafters are evaluated on and not trained on; None: there are none, or it is not known."""
+
+    coverage_by_source: dict[str, Probability] = {}
+    """Of answers of each source that a vocabulary of this size was not counted from: every quarter of a source's
+    answers with the vocabulary of the other three quarters of all. Without sources of few tokens."""
+
 
 class CheckpointReport(Frozen):
     """One exported drafter."""

@@ -17,7 +17,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
-from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
 from eyrie_api.planning.needed_tau import plan_needed_tau
@@ -37,9 +37,12 @@ from eyrie_api.planning.plan_stages import (
 )
 from eyrie_api.planning.plan_work import (
     ASSUMED_GPU_BYTES,
+    LEAST_DRAFT_VOCABULARY,
     DataFacts,
     PlannedWork,
     TargetFacts,
+    largest_draft_vocabulary,
+    regeneration_bytes,
     training_gpus,
     training_on_gpus,
 )
@@ -297,7 +300,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         *of_target,
         say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
-            f"estimated for candidate {job.candidates[0].name}"),
+            f"estimated for candidate {job.candidates[0].name}{_open_vocabulary(target, job.candidates[0])}"),
         say("states of every token", work.num_aux, "layers",
             f"what {', '.join(job.families)} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
@@ -305,6 +308,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             f"{work.stored.name}: {why_stored}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(job.candidates), "drafters", "sweep"),
+        *_regeneration_memory(work, counts),
         *_training_memory(work),
         *_rates_named(used, counts),
         *_starts_named(work, counts),
@@ -324,6 +328,28 @@ def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumpt
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
                        source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
+
+
+def _open_vocabulary(target: TargetFacts, candidate: Candidate) -> str:
+    """That its draft vocabulary, and so its size, is known once there are answers."""
+    largest = largest_draft_vocabulary(target.vocab_size)
+    if (candidate.drafter.draft_vocab_size is not None or FAMILIES[candidate.drafter.family].whole_vocabulary
+            or largest <= LEAST_DRAFT_VOCABULARY):
+        return ""
+    return f", at most: with {largest} draft tokens; the job takes as many as its answers need"
+
+
+def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:
+    """Of the embedded engine on a CPU."""
+    spec, section = work.spec, work.spec.regenerate
+    if spec.data.answered or counts.get("regenerate") or (section.engine or spec.engine.kind) != "embedded":
+        return ()
+    longest = spec.data.max_prompt_tokens + max(
+        section.max_new_tokens, *(source.max_new_tokens or 0 for source in spec.data.sources))
+    most = regeneration_bytes(work.target, work.weight_bytes, work.job.target.dtype, section.concurrency, longest)
+    return (Assumption(name="memory of regenerate", value=round(most / 1e9, 1), unit="GB",
+                       source=f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of "
+                              f"{longest} tokens (data.max_prompt_tokens and the longest answer), and 1 GB"),)
 
 
 def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:

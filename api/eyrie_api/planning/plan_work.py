@@ -41,7 +41,14 @@ from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, toke
 ASSUMED_GPU_BYTES = 80 * 10**9
 """Where the job names no type of GPU."""
 DEFAULT_AUX_LAYERS = 3
-DEFAULT_DRAFT_VOCABULARY = 32_768
+LEAST_DRAFT_VOCABULARY, DEFAULT_DRAFT_VOCABULARY = 4096, 32_768
+"""The whole vocabulary is used up to the first size when the spec gives none; up to the second as much of it as the
+answers need. EAGLE-3's drafters for 128k vocabularies use 32k."""
+
+
+def largest_draft_vocabulary(vocab_size: int) -> int:
+    """The most that a job without a draft vocabulary's size can have."""
+    return min(vocab_size, DEFAULT_DRAFT_VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class TargetFacts(DecoderSizes):
         """A candidate's drafter, and what its training reads of this target; `aux_layers` are the job's, for a
         candidate that names none. Norms and biases are left out."""
         drafter, row = candidate.drafter, FAMILIES[candidate.drafter.family]
-        draft_vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        draft_vocabulary = drafter.draft_vocab_size or largest_draft_vocabulary(self.vocab_size)
         return TrainedDrafter(drafter.family, DrafterSizes(
             target=self, output_vocab_size=self.vocab_size if row.whole_vocabulary else draft_vocabulary,
             num_aux_layers=len(drafter.aux_layers or aux_layers) or DEFAULT_AUX_LAYERS,
@@ -175,7 +182,7 @@ class PlannedWork:
         self.num_aux = (len(layers) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
         self.supervised = round(self.rows * max(0.0, self.row_tokens - self.prompt))
         capture = spec.capture
-        vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        vocabulary = capture.draft_vocab_size or largest_draft_vocabulary(target.vocab_size)
         wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
         sizes = (self.captured, self.supervised, self.num_aux, target.hidden_size)
         self.streamed = capture.mode == "stream"
@@ -224,6 +231,18 @@ class PlannedWork:
     def drafter(self, candidate: Candidate) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of the target."""
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
+
+
+_OTHER_MEMORY = 10**9
+"""Bytes: programs and libraries, a second copy of the embeddings, positions of the cache that are not used yet, and
+what grows while its old copy is still there."""
+
+
+def regeneration_bytes(target: TargetFacts, weight_bytes: int, dtype: str, concurrency: int, longest: int) -> int:
+    """The most memory that the embedded engine takes on a CPU to generate so many answers at once: weights, and keys
+    and values of that many texts of `longest` tokens. Those of a float32 target are float64 (`speculation.cache`)."""
+    element = 8 if dtype == "float32" else ELEMENT_BYTES[dtype]
+    return weight_bytes + concurrency * longest * target.key_values * element + _OTHER_MEMORY
 
 
 def training_gpus(job: ResolvedJob) -> int:

@@ -66,7 +66,7 @@ from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, m
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import (
-    DEFAULT_DRAFT_VOCABULARY,
+    LEAST_DRAFT_VOCABULARY,
     DataFacts,
     PlannedWork,
     TargetFacts,
@@ -540,13 +540,14 @@ def vocabularies_fit(submission: Submission) -> None:
     facts, capture = submission.facts.sizes, submission.job.spec.capture
     if facts is None:
         return
-    stored = capture.draft_vocab_size or min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+    # None: it follows from the answers.
+    stored = capture.draft_vocab_size or (facts.vocab_size if facts.vocab_size <= LEAST_DRAFT_VOCABULARY else None)
     for candidate in submission.job.candidates:
         wanted = candidate.drafter.draft_vocab_size
         if capture.final_state == "topk" and wanted not in (None, stored):
             raise InvalidInput(
                 f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
-                f"stores logits over {stored} draft tokens",
+                f"stores logits over {stored or 'as many'} draft tokens{'' if stored else ' as the answers need'}",
                 f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")
         if wanted is not None and wanted > facts.vocab_size:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "

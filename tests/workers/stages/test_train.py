@@ -24,6 +24,7 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_pipelines.processes import identify
 from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
+from eyrie_workers.hidden_states.row_sources import write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat
 from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
@@ -156,7 +157,24 @@ def test_the_report_counts_what_was_trained_on(finished: Path) -> None:
     assert report.vocabulary.draft_vocab_size == 64
     assert 0.9 < report.vocabulary.coverage <= 1.0
     assert report.vocabulary.coverage_curve[report.vocabulary.vocab_size] == 1.0
+    assert report.vocabulary.held_out_coverage is not None
+    assert 0.0 < report.vocabulary.held_out_coverage <= 1.0
     assert report.resumed_from_step == 0
+
+
+def test_without_a_size_the_draft_vocabulary_follows_the_answers_and_its_coverage_is_reported_by_source(
+        tmp_path: Path) -> None:
+    target_dir = tiny_target(tmp_path / "target", vocab_size=6000)
+    store_dir = write_store(tmp_path / "store", target_dir, 440)
+    write_row_sources(store_dir, ["chats", "chats", "chats", "chats", "tools"] * 88)
+    write_spec(tmp_path / "out", target_dir, store_dir, drafter={"draft_vocab_size": None}, max_steps=1,
+               num_checkpoints=1)
+    assert run(tmp_path / "out") == 0
+    vocabulary = report_of(tmp_path / "out").vocabulary
+    # The answers hold 60 tokens; those of tools are too few to judge from.
+    assert (vocabulary.draft_vocab_size, vocabulary.vocab_size) == (4096, 6000)
+    assert vocabulary.coverage_by_source == {"chats": 1.0}
+    assert vocabulary.held_out_coverage == 1.0
 
 
 def test_end_and_special_tokens_are_in_the_draft_vocabulary(finished: Path) -> None:

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import VocabularyTooLarge
 from eyrie_workers.targets.draft_vocabulary import (
+    AnswerCounts,
     DraftVocabulary,
     build,
     choose_size,
     count_tokens,
     coverage,
     coverage_curve,
+    default_size,
 )
 
 COUNTS = st.lists(st.integers(0, 9), min_size=4, max_size=120).map(torch.tensor)
@@ -66,6 +68,54 @@ def test_only_supervised_tokens_are_counted() -> None:
 def test_more_than_the_target_has_is_refused() -> None:
     with pytest.raises(VocabularyTooLarge, match=r"draft_vocab_size 33 .* vocabulary of 32; give at most 32"):
         choose_size(32, 33)
+
+
+def answers(vocab_size: int, num: int, exponent: float, seed: int) -> torch.Tensor:
+    """[num, 100] answers whose tokens follow Zipf's law, the most frequent ones the largest ids."""
+    weights = torch.arange(vocab_size, 0, -1).double() ** -exponent
+    return torch.multinomial(weights, num * 100, replacement=True,
+                             generator=torch.Generator().manual_seed(seed)).view(num, 100)
+
+
+def counted(vocab_size: int, **sources: torch.Tensor) -> AnswerCounts:
+    counts = AnswerCounts(vocab_size)
+    for source, of_source in sources.items():
+        for answer in of_source:
+            counts.add(source, torch.bincount(answer, minlength=vocab_size))
+    return counts
+
+
+@pytest.mark.parametrize("exponent", [1.2, 1.6, 2.0])
+def test_the_default_size_covers_of_other_answers_nearly_what_the_largest_covers(exponent: float) -> None:
+    counts = counted(49_152, data=answers(49_152, 400, exponent, seed=0))
+    size = default_size(counts, always=[0, 1])
+    assert 4096 <= size < 32_768
+    assert size % 64 == 0
+    others = torch.bincount(answers(49_152, 400, exponent, seed=1).flatten(), minlength=49_152)
+    least, most = (coverage(others, build(counts.total_V, number)) for number in (size, 32_768))
+    assert least >= 0.99 * most
+
+
+def test_a_source_of_richer_text_needs_the_larger_vocabulary() -> None:
+    plain, rich = answers(49_152, 300, 2.0, seed=0), answers(49_152, 100, 1.05, seed=1)
+    both = default_size(counted(49_152, plain=plain, rich=rich))
+    assert default_size(counted(49_152, plain=plain)) == 4096
+    assert both > 2 * 4096
+
+
+def test_a_token_that_only_one_answer_repeats_is_not_expected_in_others() -> None:
+    usual = torch.zeros(20, 100, dtype=torch.int64)
+    usual[:, 50:] = torch.arange(20)[:, None] + 40_000  # half of each answer is a token of its own
+    [covered] = counted(49_152, data=usual).unseen_coverage().values()
+    assert float(covered[32_767]) == 0.5
+
+
+def test_a_small_vocabulary_and_one_without_enough_answers_are_used_as_far_as_a_default_goes() -> None:
+    few = counted(49_152, data=answers(49_152, 10, 1.2, seed=0))
+    assert few.unseen_coverage() == {}
+    assert default_size(few) == 32_768
+    assert default_size(AnswerCounts(49_152)) == 32_768
+    assert default_size(counted(4096, data=answers(4096, 400, 2.0, seed=0))) == 4096
 
 
 def test_no_size_means_the_whole_up_to_a_bound() -> None:

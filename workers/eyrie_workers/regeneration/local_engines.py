@@ -2,7 +2,8 @@
 
 Decoding a small batch costs little more than decoding one token: the weights are read once for all rows.
 `EmbeddedClient` keeps the reference engine full: a finished answer frees its slot for the next prompt, so short answers
-do not wait for long ones.
+do not wait for long ones. Attention reads as many keys of every row as the longest one has; prompts are therefore sent
+in an order by length, a window of them at a time.
 
 `sglang_servers` starts servers without a drafter, one per group of `engine.tp_size` GPUs. Each request goes to the
 server with the fewest in flight (`regeneration.online`), as token ids (`Endpoint.native`). A server that ends is
@@ -13,6 +14,7 @@ killed with the stage (`engines.parent_death_signal`).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from eyrie_api.contract.regeneration import RegenerateSpec
@@ -26,6 +28,9 @@ from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.templates import ChatTokenizer
 
+_WINDOW = 16
+"""Prompts that are put in order together, as a multiple of those in flight."""
+
 
 @dataclass
 class EmbeddedClient:
@@ -38,9 +43,18 @@ class EmbeddedClient:
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         in_flight: dict[str, GenerationRequest] = {}
+        waiting: list[GenerationRequest] = []
+        shortest_first = False  # in turn, so that the windows' ends have similar lengths
         try:
             while True:
-                while len(in_flight) < self.spec.concurrency and (prompt := next(prompts, None)) is not None:
+                while len(in_flight) < self.spec.concurrency:
+                    if not waiting:
+                        waiting = sorted(islice(prompts, _WINDOW * self.spec.concurrency),
+                                         key=lambda prompt: len(prompt.prompt_ids), reverse=shortest_first)
+                        shortest_first = not shortest_first
+                    if not waiting:
+                        break
+                    prompt = waiting.pop()
                     max_tokens = min(prompt.max_new_tokens or self.spec.max_new_tokens,
                                      self.context - len(prompt.prompt_ids))
                     self.engine.submit(Request(

@@ -1,9 +1,9 @@
 """The target's KV cache, and attention over it from the nodes of a draft tree.
 
-One buffer for all layers: [layer, slot, position, key and value heads, head]. A slot is one request; cache position p
-holds the token at text position p, and the nodes of a round follow the committed text in tree order. After verification
-`commit` copies the accepted nodes to their text positions, in all layers at once. Occupied slots are contiguous from 0,
-so attention reads a slice and never gathers.
+One buffer for a few layers: [layer, slot, position, key and value heads, head]. A slot is one request; cache position
+p holds the token at text position p, and the nodes of a round follow the committed text in tree order. After
+verification `commit` copies the accepted nodes to their text positions. Occupied slots are contiguous from 0, so
+attention reads a slice and never gathers.
 
 Exactness. A draft tree stores a token's keys in another order than plain decoding does, so sums over keys run in
 another order, and float32 attention would differ in its last bits (torch's SDPA: measured 0 of 40 rows bitwise equal).
@@ -12,8 +12,10 @@ summation then differ by about 1e-16, which survives rounding to float32 only wh
 rounding boundary - one in some 10^8. Together with row-invariant products (`targets.operators`) verification reproduces
 plain decoding bit for bit in practice; tests/workers/speculation counts.
 
-The buffer grows on demand (`grown`), so memory follows the longest text in use, not the target's maximum context. The
-masks of a round are [B, R * N, L]; next to the keys and values of all layers, which the pass reads anyway, that is
+Buffers grow on demand (`grown`), so memory follows the longest text in use, not the target's maximum context. Growth
+copies one buffer after the other: it never takes more than a buffer in addition. `_LAYERS_TOGETHER` is a compromise of
+that and of the operations of `commit`, whose launches cost more than their bytes in a small target. The masks of a
+round are [B, R * N, L]; next to the keys and values of all layers, which the pass reads anyway, that is
 little while a round has tens of nodes.
 """
 
@@ -31,20 +33,22 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 
 INITIAL_POSITIONS = 256
+_LEAST_GROWTH = 64
 _MOST_UNUSED = 4096
+_LAYERS_TOGETHER = 4
 
 
 def grown(buffer: Tensor, dim: int, length: int) -> Tensor:
     """The buffer itself if `dim` has at least `length` positions, else a longer one with the same contents, then zeros.
 
-    Short buffers double, so that a text of T tokens copies O(T) positions. Long ones grow by `_MOST_UNUSED`: a doubled
-    cache of a long text would hold as much unused memory as used, which a GPU cannot spare.
+    Buffers grow by an eighth, so that a text of T tokens copies O(T) positions and a ninth of a buffer is unused at
+    most; short ones grow by `_LEAST_GROWTH`, long ones by `_MOST_UNUSED`.
     """
     held = buffer.shape[dim]
     if length <= held:
         return buffer
     shape = [*buffer.shape]
-    shape[dim] = max(length, held + min(held, _MOST_UNUSED))
+    shape[dim] = max(length, held + min(max(held // 8, _LEAST_GROWTH), _MOST_UNUSED))
     # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would still be NaN.
     longer = buffer.new_zeros(shape)
     longer.narrow(dim, 0, held).copy_(buffer)
@@ -57,25 +61,29 @@ class KVCache:
     def __init__(self, config: TargetConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.num_slots = num_slots
-        self._data = torch.zeros(config.num_layers, num_slots, INITIAL_POSITIONS, 2 * config.num_kv_heads,
-                                 config.head_dim, dtype=dtype, device=device)
+        self.dtype = dtype
+        """Type of keys, values and attention."""
+        shape = (num_slots, INITIAL_POSITIONS, 2 * config.num_kv_heads, config.head_dim)
+        self._buffers = [torch.zeros(min(_LAYERS_TOGETHER, config.num_layers - first), *shape, dtype=dtype,
+                                     device=device) for first in range(0, config.num_layers, _LAYERS_TOGETHER)]
+        self._layers = [layer for buffer in self._buffers for layer in buffer]
 
     @property
     def capacity(self) -> int:
-        return self._data.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of keys, values and attention."""
-        return self._data.dtype
+        return self._buffers[0].shape[2]
 
     def reserve(self, capacity: int) -> None:
-        """Grow the buffer to at least `capacity` positions per slot."""
-        self._data = grown(self._data, 2, capacity)
+        """Grow the buffers to at least `capacity` positions per slot."""
+        if capacity <= self.capacity:
+            return
+        self._layers.clear()  # a view would keep its buffer until the last one has grown
+        for index in range(len(self._buffers)):
+            self._buffers[index] = grown(self._buffers[index], 2, capacity)
+        self._layers = [layer for buffer in self._buffers for layer in buffer]
 
     def layer(self, layer: int) -> Tensor:
         """[slots, L, 2G, E] of one layer: keys, then values."""
-        return self._data[layer]
+        return self._layers[layer]
 
     def commit(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
         """Copy accepted nodes to their text positions: node nodes[b][d] of slots[b], stored at starts[b] + node, goes
@@ -90,17 +98,20 @@ class KVCache:
                     targets.append(base + depth)
         if not sources:
             return
-        flat = self._data.view(self.config.num_layers, self.num_slots * self.capacity, -1)
-        index = upload([sources, targets])
-        # Sources and targets may overlap: index_select copies all sources before the first write.
-        flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
+        read, written = upload([sources, targets])
+        for buffer in self._buffers:
+            flat = buffer.view(len(buffer), self.num_slots * self.capacity, -1)
+            # Sources and targets may overlap: index_select copies all sources before the first write.
+            flat.index_copy_(1, written, flat.index_select(1, read))
 
     def clear_slot(self, slot: int) -> None:
         """Zero a slot whose keys may be NaN: a masked position has weight 0, and 0 * NaN is NaN."""
-        self._data[:, slot] = 0.0
+        for buffer in self._buffers:
+            buffer[:, slot] = 0.0
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        self._data[:, target, :length] = self._data[:, source, :length]
+        for buffer in self._buffers:
+            buffer[:, target, :length] = buffer[:, source, :length]
 
 
 class PrefillAttention:

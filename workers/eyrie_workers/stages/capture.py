@@ -176,11 +176,12 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
                            f"{spec.max_bytes}", "raise capture.max_bytes, or lower data.max_conversations")
     draft_ids: tuple[int, ...] = ()
     if chosen.final_state == "topk":
-        counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+        counts = draft_vocabulary.AnswerCounts(target.vocab_size)
         for row_plan, row in _kept(iter(rows), plan):
             answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
-            counts += torch.bincount(answer, minlength=target.vocab_size)
-        draft_ids = tuple(draft_vocabulary.build(counts, vocabulary, always).ids.tolist())
+            counts.add(row.source_name, torch.bincount(answer, minlength=target.vocab_size))
+        size = spec.draft_vocab_size or draft_vocabulary.default_size(counts, always)
+        draft_ids = tuple(draft_vocabulary.build(counts.total_V, size, always).ids.tolist())
     return StoreFormat(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
                        hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
                        final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)

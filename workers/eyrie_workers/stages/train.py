@@ -121,9 +121,9 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     train_rows, held_out = batches.choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
     step_tokens = tokens_per_step(spec.train)
     batches.require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
-    vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
-                                                      whole=family.row.whole_vocabulary,
-                                                      kept=head.vocabulary if head is not None else None)
+    vocabulary, vocabulary_report = _build_vocabulary(
+        spec, stage, store, train_rows, held_out, sources, config, path, whole=family.row.whole_vocabulary,
+        kept=head.vocabulary if head is not None else None)
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
     if head is None:
         drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
@@ -236,17 +236,20 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
     return tuple(held.index(layer) for layer in layers)
 
 
-def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Sequence[int], config: TargetConfig,
-                      path: Path, *, whole: bool,
+def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Sequence[int], held_out: Sequence[int],
+                      sources: Sequence[str] | None, config: TargetConfig, path: Path, *, whole: bool,
                       kept: DraftVocabulary | None = None) -> tuple[DraftVocabulary, VocabularyReport]:
-    counts = torch.zeros(config.vocab_size, dtype=torch.int64)
+    answers = draft_vocabulary.AnswerCounts(config.vocab_size)
     for row in rows:
-        counts += draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size)
+        answers.add("" if sources is None else sources[row],
+                    draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size))
+    counts, unseen = answers.total_V, torch.zeros(config.vocab_size, dtype=torch.int64)
+    for row in held_out:
+        unseen += draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size)
     if int(counts.sum()) == 0:
         raise NoUsableData(f"no row of {spec.store_dir} holds an answer token", "capture rows with answers")
     always = [*config.eos_token_ids, *special_token_ids(path)]
     wanted = config.vocab_size if whole else spec.drafter.draft_vocab_size
-    size = draft_vocabulary.choose_size(config.vocab_size, wanted)
     if kept is not None:
         if store.format.draft_ids and kept.ids.tolist() != list(store.format.draft_ids):
             raise Conflict(f"drafter.init_from has a draft vocabulary of {kept.size} tokens, and the store in "
@@ -260,13 +263,20 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
                            "leave drafter.draft_vocab_size out, or capture with final_state keep")
         vocabulary = DraftVocabulary(torch.tensor(store.format.draft_ids), config.vocab_size)
     else:
-        vocabulary = draft_vocabulary.build(counts, size, always)
+        vocabulary = draft_vocabulary.build(counts, wanted or draft_vocabulary.default_size(answers, always), always)
     report = VocabularyReport(
         draft_vocab_size=vocabulary.size, vocab_size=config.vocab_size,
         coverage=draft_vocabulary.coverage(counts, vocabulary),
-        coverage_curve=draft_vocabulary.coverage_curve(counts, always))
+        coverage_curve=draft_vocabulary.coverage_curve(counts, always),
+        held_out_coverage=draft_vocabulary.coverage(unseen, vocabulary) if int(unseen.sum()) else None,
+        coverage_by_source={} if kept is not None or sources is None else {
+            source: min(1.0, float(covered_V[vocabulary.size - 1]))
+            for source, covered_V in answers.unseen_coverage(always).items()})
+    others = [f"{report.held_out_coverage:.2%} of the held-out rows"] if report.held_out_coverage is not None else []
+    others += [f"{covered:.2%} of answers like those of {source}" for source, covered in
+               report.coverage_by_source.items()]
     stage.event("DraftVocabularyBuilt", f"{vocabulary.size} of {config.vocab_size} tokens cover {report.coverage:.2%} "
-                                        f"of the answers", warning=report.coverage < 0.95)
+                f"of the answers{''.join(f', {other}' for other in others)}", warning=report.coverage < 0.95)
     return vocabulary, report
 
 

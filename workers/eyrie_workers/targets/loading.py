@@ -187,16 +187,16 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     Quantised weights are computed from what is stored for them (`targets.dequantise`), under the names that the model
     has for them. None is kept here, so memory holds what the caller keeps. The files are mapped, not read: their pages
-    belong to the page cache.
+    belong to the page cache. Tensors are copies: a view that is kept would keep all pages of its file.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype | None, device: torch.device, *, stored: bool = False) -> None:
         """Open the files. Raises ArtifactCorrupt, UnsupportedTarget.
 
         dtype    None: each as it is stored, and what is quantised in bfloat16
-        stored   the tensors of quantised weights as they are in the files, by their names there
+        stored   the tensors of quantised weights as they are in the files, by their names there, and not copied
         """
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._copies = dtype, device, not stored
         self._files: dict[str, tuple[Path, safe_open]] = {}
         for file in weight_files(path):
             with _readable(file):
@@ -211,7 +211,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
             quantisation, matrices = self._quantised
             values = dequantise(matrices[name], quantisation, lambda part: self._read(part).to(self._device))
             return values.to(self._dtype or torch.bfloat16)
-        return self._read(name).to(device=self._device, dtype=self._dtype)
+        return self._read(name).to(device=self._device, dtype=self._dtype, copy=self._copies)
 
     def _read(self, name: str) -> Tensor:
         file, handle = self._files[name]

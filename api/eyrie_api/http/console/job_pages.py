@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import JsonValue
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport
+from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.status import Job, JobReport, StageFile
 from eyrie_api.database.jobs import JobFilter
@@ -287,13 +287,22 @@ def _of_candidates(reports: Sequence[TrainReport]) -> StageTable:
         f"{report.rows:,}" if report.rows else "",
         f"{report.supervised_tokens:,}", duration(report.seconds), f"{report.tokens_per_s:,.0f}",
         _percent(report.mfu) if report.mfu else "", _percent(report.padding_share), _percent(report.data_wait_share),
-        f"{report.vocabulary.draft_vocab_size:,} ({_percent(report.vocabulary.coverage)})", "; ".join(_notes(report)))
+        f"{report.vocabulary.draft_vocab_size:,} ({_percent(report.vocabulary.coverage)})",
+        _covered(report.vocabulary), "; ".join(_notes(report)))
         for report in reports)
     return StageTable("train", "Train: candidates", (
         "candidate", "family", "#parameters", "#steps", "#rows", "#supervised tokens", "#time", "#tokens/s", "#MFU",
-        "#padding", "#data wait", "#draft vocabulary", "note"), rows,
+        "#padding", "#data wait", "#draft vocabulary", "of other answers", "note"), rows,
         "MFU: arithmetic of the loss and its gradient, of the fastest matrix product measured there. Draft vocabulary: "
-        "its tokens, and the share of the supervised tokens that it covers.")
+        "its tokens, and the share of the supervised tokens that it covers; of other answers: the share that it covers "
+        "of rows that are not trained on, and of answers of each source that a vocabulary of this size was not "
+        "counted from.")
+
+
+def _covered(vocabulary: VocabularyReport) -> str:
+    held_out = [] if vocabulary.held_out_coverage is None else [f"held out {_percent(vocabulary.held_out_coverage)}"]
+    return ", ".join(held_out + [f"{source} {_percent(share)}"
+                                 for source, share in vocabulary.coverage_by_source.items()])
 
 
 def _notes(report: TrainReport) -> Iterator[str]:
