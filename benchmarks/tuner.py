@@ -230,7 +230,7 @@ def measure_grid(tuning: Tuning, concurrencies: Sequence[int], settings: Sequenc
                     raise error
                 tuning.blocks.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
             race.active = [setting]
-            tuning.measure_rungs(race, concurrency, rungs)
+            tuning.measure_rungs(race, concurrency, rungs, all_ready=False)
         print(f"grid: {number} of {len(settings)} settings", file=sys.stderr, flush=True)
     return races
 

@@ -152,7 +152,8 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
         reads=job.resolved.reads, benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
         rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
         brought=next((drafter for drafter in job.spec.drafters if drafter.checkpoint == checkpoint.name), None),
-        held_out_file=_held_out_file(job, job_dir), measure_transformers=first, engine=job.spec.engine)
+        held_out_file=_held_out_file(job, job_dir), min_speedup=job.spec.promotion.min_speedup,
+        measure_transformers=first, engine=job.spec.engine)
 
 
 def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],

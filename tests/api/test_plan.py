@@ -212,16 +212,15 @@ def test_a_rival_to_be_beaten_is_tuned_and_proven_too() -> None:
     assert compared.stages[5].tokens < beaten.stages[5].tokens < compared.stages[5].tokens * 3 // 2
 
 
-def test_every_higher_concurrency_of_the_benchmark_asks_all_prompts_again_in_full_blocks() -> None:
+def test_every_higher_concurrency_of_the_benchmark_takes_the_fewest_clear_pairs_of_blocks() -> None:
     def tokens(*concurrencies: int) -> int:
         fields = {"suites": [{"name": "a", "path": "/a", "max_prompts": 20}], "temperatures": [0.0],
                   "max_new_tokens": 10, "concurrencies": concurrencies}
         return plan_of(job_spec(train={"num_checkpoints": 1}, benchmark=fields), SMALL, None).stages[3].tokens
 
     assert tokens(1) == 2 * 20 * 10
-    # 20 requests in blocks of 8 are 24; in blocks of 32 two blocks are the fewest.
-    assert tokens(1, 4) - tokens(1) == 2 * 24 * 10
-    assert tokens(1, 4, 16) - tokens(1, 4) == 2 * 64 * 10
+    assert tokens(1, 4) - tokens(1) == 2 * 6 * 8 * 10
+    assert tokens(1, 4, 16) - tokens(1, 4) == 2 * 6 * 32 * 10
 
 
 def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:

@@ -427,8 +427,10 @@ def test_a_late_first_token_refuses_when_its_interval_shows_it() -> None:
     late = {"ttft_ratio": 2.5, "ttft_interval": Interval(low=1.2, high=5.0)}
     slow = cell(ttft_p50=0.2, requests=24)
     unsure = load_report(against("candidate", 1, 2.0, pairs=12, **late), loads=(1,), candidate=slow)
-    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, unsure))
+    proof = proof_of(STEADY, unsure).model_copy(update={"disturbed": "GPU 0 was slowed down by heat"})
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof)
     assert (refused(decision), decision_reason(decision)) == (["ttft:1"], "TooNoisy")
+    assert "too noisy to decide, GPU 0 was slowed down by heat" in the(decision, "ttft:1").words
     late["ttft_interval"] = Interval(low=2.0, high=3.1)
     shown = load_report(against("candidate", 1, 2.0, pairs=12, **late), loads=(1,), candidate=slow)
     decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, shown))

@@ -206,10 +206,12 @@ def test_every_stage_follows_the_rules_of_its_job_and_without_any_its_digest_is_
             assert ("reads" in spec.model_dump(mode="json")) == (reads is not None)
 
 
-def test_the_tuner_computes_the_needed_tau_for_the_bound_of_the_jobs_promotion() -> None:
+def test_tuner_and_benchmark_judge_by_the_bound_of_the_jobs_promotion_and_the_default_changes_no_digest() -> None:
     job = JobFile(id="j", resolved=derive(spec_of(promotion=PromotionPolicy(min_speedup=1.3))))
     (ref,) = stage_specs.list_checkpoints([trained("base", 5)])
     assert stage_specs.tune_spec(job, ROOT, ref).min_speedup == 1.3
+    assert stage_specs.benchmark_spec(job, ROOT, ref, first=True).min_speedup == 1.3
+    assert "min_speedup" not in stage_specs.benchmark_spec(JOB, ROOT, ref, first=True).model_dump()
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:

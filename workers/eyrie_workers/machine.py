@@ -7,7 +7,8 @@ Concurrent benchmarks disturb each other. A lock on one file in the system's tem
 measuring processes of the machine, whatever job, directory or user they belong to; the kernel releases it when its
 holder exits. Measurements that were given different GPUs run at the same time: they share that lock, and hold one of
 each GPU. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
-after, and reported when it is too large.
+after, and reported when it is too large. So are, of GPUs, the time for which they were slowed down, and processes that
+are not ours (`nvidia-smi`; a driver that has no counters of the former, before R555, says nothing about them).
 
 Torch is imported by `environment` alone: the load generator's processes do not load it.
 """
@@ -16,6 +17,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +36,11 @@ _GPU_LOCK_NAME = "eyrie-measuring-gpu-{}.lock"
 _POLL_S = 0.2
 # A tenth of the machine used by others changes throughput by about as much as the differences to be measured.
 _TOLERATED_SHARE = 0.1
+
+# Counters of nvidia-smi, in microseconds, and the causes that they count.
+_SLOWDOWNS = {"sw_power_cap": "its power limit", "sw_thermal_slowdown": "heat", "hw_thermal_slowdown": "heat",
+              "hw_power_brake_slowdown": "the power supply"}
+_NVIDIA_SMI_TIMEOUT_S = 10.0
 
 # Vector extensions that determine the speed of small matrix products on a CPU, as /proc/cpuinfo spells them.
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -178,3 +185,74 @@ def interference(before: ProcessorTime | None, after: ProcessorTime | None, cpu_
         return None
     return (f"other work used {share:.0%} of this machine's {cpu_count} processors while measuring (load average "
             f"{load_average:.1f}): tokens per second are too low, ratios are noisier than their intervals say")
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """What slowed GPUs down so far, and which other processes compute on them."""
+
+    at_s: float
+    slowed_s: Mapping[tuple[str, str], float]
+    """By index of the GPU and cause."""
+
+    others: frozenset[str]
+    """`<program> (pid <number>)`."""
+
+    @classmethod
+    def now(cls, gpus: Sequence[str]) -> "GpuReading | None":
+        """The current reading; None without a GPU.
+
+        gpus   ids, as in CUDA_VISIBLE_DEVICES
+        """
+        if not gpus:
+            return None
+        counters = ",".join(f"clocks_event_reasons_counters.{name}" for name in _SLOWDOWNS)
+        rows = [row.split(",", 1) for row in _nvidia_smi(gpus, "--query-compute-apps=pid,process_name")]
+        return cls(time.monotonic(), read_slowdowns(_nvidia_smi(gpus, f"--query-gpu=index,{counters}")), frozenset(
+            f"{name.strip()} (pid {pid})" for pid, name in rows if pid.isdigit() and _is_other(int(pid))))
+
+
+def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
+    """Rows of its answer; none where it is missing, or does not know what is asked."""
+    command = ["nvidia-smi", f"--id={','.join(gpus)}", query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S,
+                              check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def _is_other(pid: int) -> bool:
+    """Whether a process is neither this one nor below it. One that is not seen here has ended, or is of a container
+    with ids of its own."""
+    try:
+        while pid > 1 and pid != os.getpid():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return False
+    return pid != os.getpid()
+
+
+def read_slowdowns(rows: Iterable[str]) -> dict[tuple[str, str], float]:
+    """Seconds by GPU and cause, from rows of an index and the counters in `_SLOWDOWNS`. Pure."""
+    slowed: dict[tuple[str, str], float] = {}
+    for index, *counters in (row.replace(" ", "").split(",") for row in rows):
+        for cause, counter in zip(_SLOWDOWNS.values(), counters, strict=False):
+            if counter.isdigit():  # a GPU that does not count it says [N/A]
+                slowed[index, cause] = slowed.get((index, cause), 0.0) + int(counter) / 1e6
+    return slowed
+
+
+def gpu_interference(before: GpuReading | None, after: GpuReading | None) -> str | None:
+    """A warning about GPUs that were slowed down, and other processes on them, between two readings; None without.
+    Pure."""
+    if before is None or after is None:
+        return None
+    wall_s = max(after.at_s - before.at_s, 1e-9)
+    shares = {key: (seconds - before.slowed_s[key]) / wall_s for key, seconds in after.slowed_s.items()
+              if key in before.slowed_s}
+    words = [f"GPU {index} was slowed down by {cause} for {share:.0%} of the time"
+             for (index, cause), share in shares.items() if share > _TOLERATED_SHARE]
+    if others := sorted(before.others | after.others):
+        words.append(f"other processes computed on its GPUs: {', '.join(others)}")
+    return "; ".join(words) or None

@@ -148,6 +148,11 @@ class BenchmarkStage(Frozen):
     held_out_file: str | None = None
     """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
 
+    min_speedup: float = Field(PromotionPolicy().min_speedup,
+                               exclude_if=lambda bound: bound == PromotionPolicy().min_speedup)
+    """Of `promotion`: at the higher concurrencies pairs of blocks are measured until the interval of their ratio
+    decides against it. Left out where it is the default: the digests of such specs are as before."""
+
     measure_transformers: bool = False
     """Also time `transformers` generate, once per job. Only in the embedded engine."""
 

@@ -389,7 +389,7 @@ def _proof_checks(policy: PromotionPolicy, candidate: BenchmarkReport, required_
     if _has_variant(proof, INCUMBENT):
         yield _beats_under_load(policy, proof.load, INCUMBENT)
     if proof.changed_prompt is not None:
-        yield _survives_changed_prompt(policy, proof.changed_prompt, proof.changed_parity)
+        yield _survives_changed_prompt(policy, proof.changed_prompt, proof.changed_parity, proof.disturbed)
 
 
 def checks_at_load(policy: PromotionPolicy, load: LoadReport, users: int, *, is_off: bool = False, disturbed: str = "",
@@ -419,7 +419,7 @@ def checks_at_load(policy: PromotionPolicy, load: LoadReport, users: int, *, is_
             words += f": {_what_would_be_enough(load, seen, bound, disturbed, again)}"
     yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, undecided=undecided,
                          words=words)
-    yield _first_token(policy, load, seen, users)
+    yield _first_token(policy, load, seen, users, disturbed)
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
     if mine is not None and bare is not None:
         failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
@@ -437,11 +437,16 @@ def _what_would_be_enough(load: LoadReport, seen: LoadComparison, bound: float, 
         cells = [_cell(load, variant, round(seen.level)) for variant in (seen.variant, seen.baseline)]
         minutes = sum(cell.seconds for cell in cells if cell is not None) * needed / seen.pairs / 60.0
         enough = f"; at this noise about {needed} would be enough, {max(1.0, minutes):.0f} min (prove.most_pairs)"
-    return (f"too noisy to decide after {seen.pairs} pairs of blocks{f', {disturbed}' if disturbed else ''}"
-            f"{enough}. Measure again on a quiet machine: {again}")
+    noisy = _too_noisy(disturbed, f" after {seen.pairs} pairs of blocks")
+    return f"{noisy}{enough}. Measure again on a quiet machine: {again}"
 
 
-def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:
+def _too_noisy(disturbed: str, after: str = "") -> str:
+    return f"too noisy to decide{after}{f', {disturbed}' if disturbed else ''}"
+
+
+def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int,
+                 disturbed: str) -> PromotionCheck:
     name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
     later, interval = math.inf, None
@@ -462,7 +467,8 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
     if ok and ratio > bound:
         words += f" and only {later * 1e3:.0f} ms later (promotion.ttft_tolerance_s)"
     if undecided and interval is not None:
-        words += f", which its interval [{interval.low:.2f}, {interval.high:.2f}] does not show: too noisy to decide"
+        words += (f", which its interval [{interval.low:.2f}, {interval.high:.2f}] does not show: "
+                  f"{_too_noisy(disturbed)}")
     if quantile != "p99" and mine is not None and mine.ttft_s is not None and bare is not None \
             and bare.ttft_s is not None:
         words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
@@ -510,8 +516,8 @@ def _beats_under_load(policy: PromotionPolicy, load: LoadReport, other: str) -> 
     return PromotionCheck(name=name, passed=mean >= bound, figure=mean, bound=bound, words=words)
 
 
-def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
-                             answers: ParityReport | None) -> PromotionCheck:
+def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport, answers: ParityReport | None,
+                             disturbed: str) -> PromotionCheck:
     seen = [ratio for ratio in load.comparisons if (ratio.variant, ratio.baseline) == (CANDIDATE, OFF)]
     bound = policy.min_speedup_changed_prompt
     if not seen:
@@ -527,7 +533,7 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport,
     words = (f"with another system prompt: {slowest.user_ratio:.2f}x over no drafter, {_sign(ok)} the required "
              f"{bound:.2f}x; {differ or 'no'} of {compared} outputs differ")
     if undecided:
-        words += f"; too noisy to decide after {slowest.pairs} pairs of blocks"
+        words += f"; {_too_noisy(disturbed, f' after {slowest.pairs} pairs of blocks')}"
     return PromotionCheck(name="changed-prompt", passed=ok and same, figure=slowest.user_ratio, bound=bound,
                           interval=slowest.user_interval, undecided=undecided, words=words)
 

@@ -117,10 +117,8 @@ def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:
     """Every checkpoint and rival, each with its baseline."""
     checkpoints, benchmark = _checkpoints(work.job), work.spec.benchmark
     alone = checkpoints * _suite_tokens(work.spec)
-    # At the higher concurrencies each prompt is asked once per repeat, in at least two blocks of two requests per slot.
-    prompts = sum(suite.max_prompts for suite in benchmark.suites) * benchmark.repeats
-    requests = sum(2 * users * max(2, math.ceil(prompts / (2 * users)))
-                   for users in benchmark.concurrencies if users > 1)
+    # At the higher concurrencies pairs of blocks of two requests per slot, where the fewest are clear.
+    requests = sum(_CLEAR_PAIRS * fewest_requests(users) for users in benchmark.concurrencies if users > 1)
     together = checkpoints * 2 * requests * len(benchmark.temperatures) * benchmark.max_new_tokens
     return StagePlan(stage="benchmark", tokens=alone + together, bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=hours_of(alone * work.flops_per_token, rates.single)

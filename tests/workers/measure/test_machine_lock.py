@@ -1,7 +1,9 @@
-"""One process of a machine measures at a time."""
+"""One process of a machine measures at a time, and other work on it is named."""
 
+import dataclasses
 import multiprocessing
 import os
+import subprocess
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from eyrie_workers.machine import (
+    GpuReading,
     ProcessorTime,
     cpu_count,
     describe_cpuinfo,
     environment,
+    gpu_interference,
     interference,
     machine_lock,
+    read_slowdowns,
     share_of_other_processes,
 )
 
@@ -89,6 +94,49 @@ def test_without_processor_accounting_the_load_average_decides() -> None:
     assert interference(None, None, 2, 1.9) is None
     assert "4.0" in (interference(None, None, 2, 4.0) or "")
     assert ProcessorTime.now(Path("/nowhere/stat")) is None
+
+
+def test_gpus_that_were_slowed_down_and_other_processes_on_them_are_named() -> None:
+    quiet = GpuReading(0.0, {("0", "heat"): 3.0, ("0", "its power limit"): 90.0}, frozenset())
+    hot = GpuReading(100.0, {("0", "heat"): 28.0, ("0", "its power limit"): 95.0}, frozenset({"python (pid 7)"}))
+    assert gpu_interference(quiet, hot) == ("GPU 0 was slowed down by heat for 25% of the time; "
+                                            "other processes computed on its GPUs: python (pid 7)")
+    assert gpu_interference(quiet, dataclasses.replace(quiet, at_s=100.0)) is None
+    assert gpu_interference(dataclasses.replace(quiet, slowed_s={}), hot) == (
+        "other processes computed on its GPUs: python (pid 7)")
+    assert gpu_interference(None, None) is None
+
+
+def test_counters_of_slow_downs_are_read_by_gpu_and_cause() -> None:
+    rows = ["0, 5000000, 1000000, 500000, 0", "1, [N/A], [N/A], [N/A], [N/A]"]
+    assert read_slowdowns(rows) == {("0", "its power limit"): 5.0, ("0", "heat"): 1.5, ("0", "the power supply"): 0.0}
+
+
+def test_a_gpu_is_read_by_nvidia_smi_and_without_one_nothing_is(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, child = tmp_path / "nvidia-smi", subprocess.Popen(["sleep", "60"])
+    program.write_text(f"""#!/bin/sh
+test "$1" = --id=0,1 || exit 1
+case "$2" in
+  --query-gpu=index,clocks_event_reasons_counters.sw_power_cap,*) echo "0, 2000000, 0, 0, 0" ;;
+  --query-compute-apps=*)
+    printf '%s, %s\\n' {os.getppid()} /usr/bin/other {os.getpid()} us {child.pid} ours 99999999 gone ;;
+esac
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    try:
+        found = GpuReading.now(["0", "1"])
+        assert found is not None
+        assert found.slowed_s[("0", "its power limit")] == 2.0
+        assert found.others == {f"/usr/bin/other (pid {os.getppid()})"}
+    finally:
+        child.kill()
+        child.wait()
+    unknown = GpuReading.now(["9"])  # it refuses
+    assert unknown is not None
+    assert (unknown.slowed_s, unknown.others) == ({}, frozenset())
+    assert GpuReading.now([]) is None
 
 
 def test_our_own_work_is_not_counted_as_other_work() -> None:

@@ -9,10 +9,10 @@ import pytest
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measure.benchmark.blocks import turns
+from eyrie_workers.measure.intervals import MeasuredBlock
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.race import (
     TIE,
-    MeasuredSetting,
     Race,
     always_raced,
     within_budget,
@@ -46,7 +46,7 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
                 seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
                 # Of two answers per block the prompts are new in every rung.
                 rates = {(f"{rung}/{answer}", f"{rung}/{answer} (0)"): 100 / seconds for answer in range(2)}
-                race.record(setting, (temperature, rung), MeasuredSetting(100, seconds, rates))
+                race.record(setting, (temperature, rung), MeasuredBlock(100, seconds, rates))
         race.drop()
         if race.decided:
             return rung + 1
@@ -171,7 +171,7 @@ def test_a_setting_that_is_slower_on_every_rung_of_few_prompts_stays_since_other
         for rung in range(8):
             for setting, speed in ((OFF, 1.0), (chain(5), 2.0 + rung / 100), (tree(5), 1.5)):
                 rates = {(str(number % prompts), str(number)): 100 * speed for number in (2 * rung, 2 * rung + 1)}
-                race.record(setting, (0.0, rung), MeasuredSetting(100, 1.0 / speed, rates))
+                race.record(setting, (0.0, rung), MeasuredBlock(100, 1.0 / speed, rates))
         assert race.drop() == ([] if stays else [tree(5)])
         assert (race.interval(tree(5), chain(5)) is None) == stays
 

@@ -67,9 +67,9 @@ def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path
     verify_files(manifest, directory)
     report = manifest.report
     assert isinstance(report, BenchmarkReport)
-    # At 3 at once two blocks of six requests, the fewest, for each temperature.
-    assert [(one.concurrency, one.temperature, one.requests, one.identical) for one in report.concurrent] == [
-        (3, 0.0, 12, 12), (3, 1.0, 12, 12)]
+    # At 3 at once blocks of six requests at each temperature: five to ten pairs of them, until it is clear.
+    assert [(one.concurrency, one.temperature) for one in report.concurrent] == [(3, 0.0), (3, 1.0)]
+    assert all(one.requests in range(30, 61, 6) and one.identical == one.requests for one in report.concurrent)
     assert all(one.tau >= 1.0 and one.baseline_tokens_per_s > 0 for one in report.concurrent)
     blocks = [json.loads(line) for line in (directory / "blocks.jsonl").read_text().splitlines()[1:]]
     assert sorted({row["variant"] for row in blocks}) == ["5/1/6", "off"]

@@ -161,3 +161,25 @@ def test_a_setting_whose_server_ends_while_it_is_raced_is_dropped_with_its_reaso
         (None, "could not be measured: its server ended 4 times")}
     assert report.winner.label() not in failing
     assert "VariantDropped" in (directory / "events.jsonl").read_text()
+
+
+def test_a_rung_in_which_a_server_ended_is_raced_again_by_all_settings_once_per_concurrency(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, measured = EmbeddedEngine.generate, list[str]()
+
+    def generate(engine: EmbeddedEngine, variant: str, *arguments: Any, **options: Any) -> EngineRun:
+        if options.get("truncate") and arguments[0][0].max_new_tokens == 20:  # not a warm-up
+            measured.append(variant)
+            engine.restarts += len(measured) in (1, 14)  # its server ended, and another has answered
+        return answer(engine, variant, *arguments, **options)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2, max_new_tokens=20)[1])
+    directory = prepare(tmp_path, spec.model_copy(update={"tune": spec.tune.model_copy(update={"ngram": False})}))
+    assert run_here(directory) == 0
+    rows = [(row["rung"], row["temperature"], row["variant"]) for row in lines(directory / "blocks.jsonl")]
+    repeated = {row for row in rows if rows.count(row) == 2}
+    assert repeated == {(0, temperature, variant) for temperature in (0.0, 1.0) for variant in ("off", "2/2/5")}
+    assert rows[:4] == rows[4:8]
+    assert len(rows) == len(set(rows)) + len(repeated)
+    assert all(trial.blocks == len({row[:2] for row in rows}) for trial in report_of(directory).trials)

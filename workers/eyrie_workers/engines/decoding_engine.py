@@ -83,6 +83,11 @@ class DecodingEngine(Protocol):
         """How many variants can be ready at the same time; None for any number. Further ones replace others."""
         ...
 
+    @property
+    def restarts(self) -> int:
+        """Servers that ended while they were measured and were started again."""
+        ...
+
     def start(self, uses: Variants) -> dict[str, EyrieError]:
         """Make these variants available, and release those not named. Returns the errors of those that cannot start.
 
@@ -123,6 +128,7 @@ class EmbeddedEngine:
 
     same_samples = True
     num_resident = None
+    restarts = 0
 
     def __init__(self, target: TargetModel, dtype: str, max_concurrency: int = 1) -> None:
         """An engine without variants; `start` opens their drafters."""

@@ -35,7 +35,8 @@ arXiv:1807.09077, and Wang and Ramdas, arXiv:2310.03722). Exact for normal obser
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, zip_longest
 from statistics import fmean, stdev
@@ -154,6 +155,30 @@ the interval of many: by 3 % at 50 against 1.0."""
 FEWEST_PAIRS = 5  # with that prior, fewer have no finite interval
 
 _WIDEST = math.log(1000.0)  # half a width in logarithms: too few observations say nothing, and JSON has no infinity
+
+
+@dataclass(frozen=True)
+class MeasuredBlock:
+    """Tokens and seconds of one variant on one block."""
+
+    tokens: int
+    seconds: float
+    rates: Mapping[tuple[str, str], float]
+    """Tokens per second of each complete answer, by its prompt and request."""
+
+
+def paired_logs(pairs: Iterable[tuple[int, MeasuredBlock, MeasuredBlock]]) -> tuple[list[float], list[float]]:
+    """Logarithms of the speed ratio of two variants: of every rung, and of every prompt over its repetitions.
+
+    pairs   a rung, which may have several blocks, and the block of both variants
+    """
+    by_rung, by_prompt = dict[int, list[float]](), dict[str, list[float]]()
+    for rung, ours, theirs in pairs:
+        by_rung.setdefault(rung, []).append(math.log(ours.tokens / ours.seconds / (theirs.tokens / theirs.seconds)))
+        for (prompt, request), rate in ours.rates.items():
+            if (prompt, request) in theirs.rates:
+                by_prompt.setdefault(prompt, []).append(math.log(rate / theirs.rates[prompt, request]))
+    return [*map(fmean, by_rung.values())], [*map(fmean, by_prompt.values())]
 
 
 def anytime_interval(logs: Sequence[float], by_prompt: Sequence[float]) -> Interval:

@@ -185,7 +185,7 @@ class SglangEngine:
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
         machine = self._plan.machine or detect_hardware()
         return EngineUsed(kind="sglang", version=self._history.version or "unknown", dtype=self._plan.target.dtype,
-                          device=machine.name, limits=limits, restarts=self._history.restarts)
+                          device=machine.name, limits=limits, restarts=self.restarts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
         return GREEDY_ONLY if self._on_cpu and temperature > 0.0 and setting.tree is not None else None
@@ -193,6 +193,10 @@ class SglangEngine:
     @property
     def num_resident(self) -> int:
         return self._pool.capacity
+
+    @property
+    def restarts(self) -> int:
+        return self._history.restarts
 
     def start(self, uses: Variants) -> dict[str, EyrieError]:
         unknown = [name for name, use in uses.items() if self._pool.uses.get(name) != use]

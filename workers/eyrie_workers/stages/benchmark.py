@@ -128,7 +128,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
         concurrent = ConcurrentBenchmark(spec.benchmark, setting, MeasuredBlocks(
             BlockRunner(session, [prompt for _, prompt in prompts]), block_ledger,
-            {run.key: run for run in block_ledger.entries}))
+            {run.key: run for run in block_ledger.entries}), spec.min_speedup)
         if not concurrent.is_measured:
             start_all(session, in_blocks)
             concurrent.measure(stage)
@@ -148,8 +148,9 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         report = report.model_copy(update={
             "transformers_generate_tokens_per_s": compared.transformers_tokens_per_s,
             "transformers_baseline_tokens_per_s": compared.tokens_per_s, "transformers_prompts": compared.prompts})
-    loads = "".join(f", {load.speedup:.2f}x with {load.concurrency} at once at temperature {load.temperature:g}"
-                    for load in at_once)
+    loads = "".join(f", {load.speedup:.2f}x [{load.speedup_interval.low:.2f}, {load.speedup_interval.high:.2f}] "
+                    f"{'' if concurrent.is_clear(load.speedup, load.speedup_interval) else '(too noisy to decide) '}"
+                    f"with {load.concurrency} at once at temperature {load.temperature:g}" for load in at_once)
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells"
                                f"{loads}, {'lossless' if report.lossless else 'NOT lossless'}")
     return _write_report(report, stage, [stage.out_dir / LEDGER, stage.out_dir / BLOCKS])

@@ -47,7 +47,6 @@ from eyrie_workers.measure.benchmark.blocks import (
     block_size,
     num_identical,
     rate,
-    turns,
 )
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
@@ -70,7 +69,7 @@ from eyrie_workers.measure.tuner import profile as profiling
 from eyrie_workers.measure.tuner.anchors import anchors
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.profile import TuningProfile
-from eyrie_workers.measure.tuner.race import MeasuredSetting, Race, always_raced, within_budget
+from eyrie_workers.measure.tuner.race import Race, always_raced, within_budget
 from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -192,7 +191,8 @@ class Tuning:
         """
         seconds = 0.0
         blocks = [(temperature, rung) for rung in rungs for temperature in self.spec.tune.temperatures]
-        for setting, (temperature, rung) in turns(list(race.active), blocks, rungs.start, all_ready):
+        for setting, (temperature, rung) in self.blocks.turns(
+                list(race.active), concurrency, blocks, rungs.start, all_ready):
             if setting not in race.active:
                 continue
             self.stage.pause_point()
@@ -201,7 +201,7 @@ class Tuning:
             except (EngineFailed, InvalidInput) as error:
                 self._withdraw(race, setting, concurrency, error)
                 continue
-            race.record(setting, (temperature, rung), MeasuredSetting(run.tokens, run.seconds, run.rates))
+            race.record(setting, (temperature, rung), run.measured)
             seconds += run.seconds
             self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
                                 f"{setting.label()} at concurrency {concurrency}")

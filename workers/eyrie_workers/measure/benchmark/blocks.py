@@ -8,24 +8,31 @@ At concurrency 1 no answer is truncated.
 An answer does not depend on the setting, so every answer is compared token by token with the undrafted answer to the
 same request, truncated answers up to the shorter length.
 
+Where a server ends in a block, another starts and answers it, after half a minute or more: the blocks that are compared
+are no longer near in time. They are measured again in all settings, once per concurrency (`MeasuredBlocks.turns`).
+
 `ConcurrentBenchmark` mixes the prompts of all suites, as when tuning races settings: at each rung every temperature's
-block is answered with and without the drafter, in an order that changes from rung to rung. Suites are not reported
-separately: a block holds few prompts of each. Only first turns are asked, because a later turn of one conversation
-would have to wait for its first.
+block is answered with and without the drafter, in an order that changes from rung to rung, until the confidence
+sequence of their ratio (`intervals.anytime_interval`) decides, as in the proof, or each prompt was asked twice per
+repeat, in ten blocks at least. Suites are not reported separately: a block holds few prompts of each. Only first turns
+are asked, because a later turn of one conversation would have to wait for its first.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from statistics import fmean
 from typing import TypeVar
 
-import numpy as np
 from pydantic import Field
 
 from eyrie_api.contract.benchmark import BenchmarkSpec
-from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.model import Frozen, Interval
+from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.contract.tuning import OFF, Setting
+from eyrie_api.decisions.evidence import speedup_standing
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
@@ -33,7 +40,7 @@ from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
 from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS, make_request
-from eyrie_workers.measure.intervals import Tally
+from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
@@ -68,10 +75,10 @@ class BlockRun(Frozen):
         return (self.concurrency, self.temperature, self.rung, self.variant)
 
     @property
-    def rates(self) -> dict[tuple[str, str], float]:
-        """Tokens per second of each complete answer, by the name of its prompt and the request's id."""
-        return {(name.rpartition(" ")[0], name): len(self.answers[name]) / self.answer_s[name]
-                for name in self.whole if self.answer_s.get(name)}
+    def measured(self) -> MeasuredBlock:
+        return MeasuredBlock(self.tokens, self.seconds, {
+            (name.rpartition(" ")[0], name): len(self.answers[name]) / self.answer_s[name]
+            for name in self.whole if self.answer_s.get(name)})
 
 
 @dataclass(frozen=True)
@@ -120,11 +127,13 @@ class BlockRunner:
 
 @dataclass(frozen=True)
 class MeasuredBlocks:
-    """Measures blocks, each once: the ledger has those of earlier runs."""
+    """Measures blocks, each once: the ledger has those of earlier runs, of a repeated one the last."""
 
     runner: BlockRunner
     ledger: JsonlLedger[BlockRun]
     runs: dict[BlockRunKey, BlockRun]
+    repeated: set[int] = field(default_factory=set)
+    """Concurrencies at which blocks were repeated, because a server ended."""
 
     @property
     def engine(self) -> DecodingEngine:
@@ -138,6 +147,19 @@ class MeasuredBlocks:
             self.ledger.append(run)
             self.runs[key] = run
         return self.runs[key]
+
+    def turns(self, active: Sequence[Setting], concurrency: int, blocks: Sequence[tuple[float, int]], first_turn: int,
+              all_ready: bool) -> Iterator[tuple[Setting, tuple[float, int]]]:
+        """`turns` of blocks, each a temperature and a rung, to be measured as they come; where a server ended in them,
+        once more."""
+        restarts = self.engine.restarts
+        yield from turns(active, blocks, first_turn, all_ready)
+        if all_ready and self.engine.restarts > restarts and concurrency not in self.repeated:
+            self.repeated.add(concurrency)
+            for setting in active:
+                for temperature, rung in blocks:
+                    self.runs.pop((concurrency, temperature, rung, setting.label()), None)
+            yield from turns(active, blocks, first_turn, all_ready)
 
 
 def block_size(concurrency: int) -> int:
@@ -178,63 +200,75 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
             *((OFF, block) for block in blocks[half:])]
 
 
-class ConcurrentBenchmark:
-    """The blocks of one drafted setting, and of no drafter, at the concurrencies above 1."""
+_RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
 
-    def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: MeasuredBlocks) -> None:
+
+class ConcurrentBenchmark:
+    """Pairs of blocks of one drafted setting and of no drafter, at the concurrencies above 1."""
+
+    def __init__(self, spec: BenchmarkSpec, setting: Setting, blocks: MeasuredBlocks, min_speedup: float) -> None:
         self._spec, self._setting, self._blocks = spec, setting, blocks
-        self._concurrencies = [concurrency for concurrency in spec.concurrencies if concurrency > 1]
-        # Blocks of each temperature and variant: as many as ask every request once. One block has no interval.
-        num_requests = len(blocks.runner.prompts) * spec.repeats
-        self._rungs = {concurrency: max(2, math.ceil(num_requests / block_size(concurrency)))
-                       for concurrency in self._concurrencies}
+        self._policy = PromotionPolicy(min_speedup=min_speedup)
+        # Pairs of each temperature, at most.
+        num_requests = 2 * len(blocks.runner.prompts) * spec.repeats
+        self._most = {concurrency: max(2 * FEWEST_PAIRS, math.ceil(num_requests / block_size(concurrency)))
+                      for concurrency in spec.concurrencies if concurrency > 1}
 
     @property
     def is_measured(self) -> bool:
-        return all((concurrency, temperature, rung, setting.label()) in self._blocks.runs
-                   for concurrency in self._concurrencies for temperature, rung in self._keys(concurrency)
-                   for setting in (OFF, self._setting))
+        return not any(map(self._next_blocks, self._most))
 
     def measure(self, stage: Stage) -> None:
         """Measure what the ledger does not have. The variants must be started under the names of `Setting.label`."""
         resident = self._blocks.engine.num_resident
         all_ready = resident is None or resident >= 2
-        total = 2 * sum(len(self._keys(concurrency)) for concurrency in self._concurrencies)
-        done = 0
-        for concurrency in self._concurrencies:
+        total = 2 * len(self._spec.temperatures) * sum(self._most.values())
+        for concurrency in self._most:
             for setting in (OFF, self._setting) if all_ready else ():
                 stage.pause_point()
                 self._blocks.runner.warm_up(setting, concurrency, self._spec.temperatures)
-            for setting, (temperature, rung) in turns((OFF, self._setting), self._keys(concurrency), 0,
-                                                      all_ready):
-                stage.pause_point()
-                self._blocks.measure(setting, concurrency, temperature, rung)
-                done += 1
-                stage.progress(done, total, "blocks", f"{setting.label()}, {concurrency} at once")
+            while blocks := self._next_blocks(concurrency, 1 if all_ready else _RUNGS_PER_START):
+                for setting, (temperature, rung) in self._blocks.turns(
+                        (OFF, self._setting), concurrency, blocks, blocks[0][1], all_ready):
+                    stage.pause_point()
+                    self._blocks.measure(setting, concurrency, temperature, rung)
+                    stage.progress(len(self._blocks.runs), total, "blocks",
+                                   f"{setting.label()}, {concurrency} at once")
 
     def reports(self) -> tuple[ConcurrencyReport, ...]:
         """One report per concurrency and temperature. Where an answer differs, the reference implementation of the
         target explains it."""
-        return tuple(self._report(concurrency, temperature) for concurrency in self._concurrencies
+        return tuple(self._report(concurrency, temperature) for concurrency in self._most
                      for temperature in self._spec.temperatures)
 
-    def _keys(self, concurrency: int) -> list[tuple[float, int]]:
-        return [(temperature, rung) for rung in range(self._rungs[concurrency])
-                for temperature in self._spec.temperatures]
+    def is_clear(self, ratio: float, interval: Interval) -> bool:
+        """Whether the interval decides against `min_speedup`."""
+        return speedup_standing(self._policy, ratio, interval) != "open"
 
-    def _runs(self, setting: Setting, concurrency: int, temperature: float) -> list[BlockRun]:
-        return [self._blocks.runs[concurrency, temperature, rung, setting.label()]
-                for rung in range(self._rungs[concurrency])]
+    def _next_blocks(self, concurrency: int, num_rungs: int = 1) -> list[tuple[float, int]]:
+        """Temperatures and rungs that are to be measured next."""
+        open_at = {}
+        for temperature in self._spec.temperatures:
+            pairs, most = self._pairs(concurrency, temperature), self._most[concurrency]
+            if len(pairs) < FEWEST_PAIRS or (len(pairs) < most and not self.is_clear(*speedup(pairs))):
+                open_at[temperature] = range(len(pairs), min(len(pairs) + num_rungs, most))
+        return sorted(((temperature, rung) for temperature, rungs in open_at.items() for rung in rungs),
+                      key=lambda block: block[1])
+
+    def _pairs(self, concurrency: int, temperature: float) -> list[tuple[BlockRun, BlockRun]]:
+        """The rungs that were answered with the drafter and without."""
+        runs = self._blocks.runs
+        both = ((runs.get((concurrency, temperature, rung, self._setting.label())),
+                 runs.get((concurrency, temperature, rung, OFF.label()))) for rung in range(self._most[concurrency]))
+        return [(ours, theirs) for ours, theirs in takewhile(all, both) if ours is not None and theirs is not None]
 
     def _report(self, concurrency: int, temperature: float) -> ConcurrencyReport:
-        drafted = self._runs(self._setting, concurrency, temperature)
-        plain = self._runs(OFF, concurrency, temperature)
-        tallies = [Tally(ours.tokens, ours.seconds, theirs.tokens, theirs.seconds)
-                   for ours, theirs in zip(drafted, plain, strict=True)]
-        speedup = intervals.speed_ratio(tallies)
+        pairs = self._pairs(concurrency, temperature)
+        drafted, plain = ([pair[side] for pair in pairs] for side in (0, 1))
+        ratio, interval = speedup(pairs)
         compared = temperature == 0.0 or self._blocks.engine.same_samples
         session, lines, ties = self._blocks.runner.session, list[str](), 0
-        for ours, theirs in zip(drafted, plain, strict=True) if compared else ():
+        for ours, theirs in pairs if compared else ():
             for request in self._blocks.runner.requests(ours.concurrency, ours.temperature, ours.rung):
                 answer, undrafted = comparable(ours, theirs, request.id)
                 if answer != undrafted:
@@ -246,10 +280,15 @@ class ConcurrentBenchmark:
         return ConcurrencyReport(
             concurrency=concurrency, temperature=temperature, requests=sum(len(run.answers) for run in drafted),
             tau=intervals.acceptance_length(intervals.add_histograms([run.accepted_histogram for run in drafted])),
-            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=speedup,
-            speedup_interval=intervals.ratio_interval(speedup, np.array(tallies), self._spec.seed),
-            identical=sum(num_identical(ours, theirs) for ours, theirs in zip(drafted, plain, strict=True)),
-            near_ties=ties, compared=compared, divergences=tuple(lines))
+            tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(plain), speedup=ratio,
+            speedup_interval=interval, identical=sum(num_identical(*pair) for pair in pairs), near_ties=ties,
+            compared=compared, divergences=tuple(lines))
+
+
+def speedup(pairs: Sequence[tuple[BlockRun, BlockRun]]) -> tuple[float, Interval]:
+    """The ratio of two settings by pairs of blocks, geometric mean, and its interval."""
+    logs = intervals.paired_logs((ours.rung, ours.measured, theirs.measured) for ours, theirs in pairs)
+    return math.exp(fmean(logs[0])), intervals.anytime_interval(*logs)
 
 
 def rate(runs: Sequence[BlockRun]) -> float:

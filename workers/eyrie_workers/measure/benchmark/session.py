@@ -24,7 +24,7 @@ from eyrie_workers.data.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
-from eyrie_workers.machine import ProcessorTime, cpu_count, interference, machine_lock
+from eyrie_workers.machine import GpuReading, ProcessorTime, cpu_count, gpu_interference, interference, machine_lock
 from eyrie_workers.measure.benchmark.variants import BASELINE, Bench, Entry, Sample, Unit, UnitKey, Variant, entry_of
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
@@ -216,10 +216,13 @@ def measuring(stage: Stage) -> Iterator[list[str]]:
         stage.pause_point()
 
     adopt_orphans()  # a killed server's processes
+    gpus = () if os.environ.get("EYRIE_DEVICE") == "cpu" else visible_gpus()
     with machine_lock(while_waiting, gpus=own_gpus()):
-        before, found = ProcessorTime.now(), list[str]()
+        before, gpus_before, found = ProcessorTime.now(), GpuReading.now(gpus), list[str]()
         yield found
-        disturbed = interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0])
+        disturbed = "; ".join(filter(None, (
+            interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0]),
+            gpu_interference(gpus_before, GpuReading.now(gpus)))))
     if disturbed:
         found.append(disturbed)
         stage.event("MachineBusy", disturbed, warning=True)

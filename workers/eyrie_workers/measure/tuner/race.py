@@ -27,7 +27,7 @@ from statistics import fmean, pstdev, stdev
 
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.tuning import OFF, Setting
-from eyrie_workers.measure.intervals import FEWEST_PAIRS, anytime_interval
+from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock, anytime_interval, paired_logs
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 MARGIN = 0.08  # relative half-width of a prediction before any measurement
@@ -41,16 +41,6 @@ _BLOCK_ERROR = 0.06
 _FEW_RUNGS = 3
 
 
-@dataclass(frozen=True)
-class MeasuredSetting:
-    """Tokens and seconds of one setting on one block."""
-
-    tokens: int
-    seconds: float
-    rates: Mapping[tuple[str, str], float]
-    """Tokens per second of each complete answer, by its prompt and request."""
-
-
 BlockKey = tuple[float, int]  # temperature and rung
 
 
@@ -60,7 +50,7 @@ class Race:
 
     predictions: Mapping[Setting, PredictedSpeed]
     most_trials: int  # settings that may be measured here, off included
-    blocks: dict[Setting, dict[BlockKey, MeasuredSetting]] = field(default_factory=dict)
+    blocks: dict[Setting, dict[BlockKey, MeasuredBlock]] = field(default_factory=dict)
     """Results of every measured setting."""
 
     active: list[Setting] = field(default_factory=list)
@@ -68,7 +58,7 @@ class Race:
     changed_output: set[Setting] = field(default_factory=set)
     """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
 
-    def record(self, setting: Setting, block: BlockKey, measured: MeasuredSetting) -> None:
+    def record(self, setting: Setting, block: BlockKey, measured: MeasuredBlock) -> None:
         self.blocks.setdefault(setting, {})[block] = measured
 
     # Admission
@@ -140,16 +130,9 @@ class Race:
         return sorted(key for key in both if all((temperature, key[1]) in both for temperature in temperatures))
 
     def _logs(self, setting: Setting, against: Setting) -> tuple[list[float], list[float]]:
-        """Logarithms of the speed ratio on common blocks: of every rung, and of every prompt over its repetitions."""
-        by_rung, by_prompt = dict[int, list[float]](), dict[str, list[float]]()
-        for key in self._common(setting, against):
-            ours, theirs = self.blocks[setting][key], self.blocks[against][key]
-            by_rung.setdefault(key[1], []).append(
-                math.log(ours.tokens / ours.seconds / (theirs.tokens / theirs.seconds)))
-            for (prompt, request), rate in ours.rates.items():
-                if (prompt, request) in theirs.rates:
-                    by_prompt.setdefault(prompt, []).append(math.log(rate / theirs.rates[prompt, request]))
-        return [*map(fmean, by_rung.values())], [*map(fmean, by_prompt.values())]
+        """`paired_logs` of the common blocks."""
+        return paired_logs((key[1], self.blocks[setting][key], self.blocks[against][key])
+                           for key in self._common(setting, against))
 
     def speedup(self, setting: Setting, against: Setting = OFF) -> float:
         """Measured speed-up, geometric mean over the common rungs."""
