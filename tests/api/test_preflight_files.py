@@ -89,6 +89,9 @@ TARGETS: dict[str, tuple[Break, str]] = {
     "index without a map": (written(INDEX, "{}"),
                             "{d}/model.safetensors.index.json has no weight_map of tensor names to files; save the "
                             "model again with save_pretrained, or download it again"),
+    "shard of a name that no file has": (indexed({"a": "x" * 70_000}),
+                                         "{d}/model.safetensors.index.json has no weight_map of tensor names to files; "
+                                         "save the model again with save_pretrained, or download it again"),
     "missing shard": (indexed({"a": WEIGHTS, "b": "model-2.safetensors"}),
                       "1 of 2 weight files that {d}/model.safetensors.index.json lists are missing, the first is "
                       "model-2.safetensors; finish the download (`hf download` resumes it)"),

@@ -47,6 +47,7 @@ _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 _READ_BY_DRAFTERS = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|lm_head|embed_out)\.\w+$")
 """Names of embedding and output matrix, and of what a quantised one is stored in."""
 
+_LONGEST_NAME = 255  # bytes of a file's name; the system call fails for longer ones
 _SAVE = "save the model again with save_pretrained, or download it again"
 
 
@@ -218,10 +219,7 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 "save the model with save_pretrained(..., safe_serialization=True)")
         raise UnsupportedTarget(f"target directory {directory} has no weights ({SINGLE} or {INDEX})",
                                 "copy the weight files next to its config.json")
-    listed = read_object(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(
-            isinstance(name, str) and Path(name).name == name for name in listed.values()):
-        raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
+    listed = indexed_files(index)
     files = sorted(set(listed.values()))
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
@@ -232,6 +230,16 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     if lost:
         raise UnsupportedTarget(f"{index} lists tensor {lost[0]!r} in {listed[lost[0]]}, which does not hold it", _SAVE)
     return {name: tensor for file in files for name, tensor in held[file].items()}
+
+
+def indexed_files(index: Path) -> dict[str, str]:
+    """Names of files in the directory of an index of weights, by tensor. Raises UnsupportedTarget."""
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(
+            isinstance(name, str) and Path(name).name == name and len(name.encode(errors="replace")) <= _LONGEST_NAME
+            for name in listed.values()):
+        raise UnsupportedTarget(f"{index} has no weight_map of tensor names to files", _SAVE)
+    return listed
 
 
 def dense_matrices(directory: Path, quantisation: Quantisation) -> dict[str, Matrix]:
@@ -245,8 +253,10 @@ def weights_are_here(directory: Path) -> bool:
     index = directory / INDEX
     if not index.is_file():
         return (directory / SINGLE).is_file()
-    listed = read_object(index).get("weight_map")
-    return isinstance(listed, dict) and all((directory / str(name)).is_file() for name in listed.values())
+    try:
+        return all((directory / name).is_file() for name in set(indexed_files(index).values()))
+    except UnsupportedTarget:
+        return False
 
 
 def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str,
@@ -259,12 +269,11 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
     if quantisation_config(config) is not None and not as_stored:
         return facts.parameters * ELEMENT_BYTES[dtype]
     index, stored = directory / INDEX, None
-    listed = read_object(index) if index.is_file() else {}
     if weights_are_here(directory):
-        names = set(listed.get("weight_map", {}).values()) or {SINGLE}
-        stored = sum((directory / str(name)).stat().st_size for name in names)
+        names = set(indexed_files(index).values()) if index.is_file() else {SINGLE}
+        stored = sum((directory / name).stat().st_size for name in names)
     else:  # what the index says of files that are not here
-        described = listed.get("metadata")
+        described = read_object(index).get("metadata") if index.is_file() else None
         total = described.get("total_size") if isinstance(described, dict) else None
         if isinstance(total, int | float) and total > 0:
             stored = int(total)

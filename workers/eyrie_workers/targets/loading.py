@@ -30,7 +30,7 @@ from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.quantised import Matrix, Quantisation, read_quantisation
 from eyrie_api.planning.target_config import has_tied_embeddings, language_model
-from eyrie_api.planning.target_files import dense_matrices
+from eyrie_api.planning.target_files import INDEX, SINGLE, dense_matrices, indexed_files
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.targets.config import parse_config, read_config_files, read_json
 from eyrie_workers.targets.dequantise import dequantise
@@ -247,13 +247,10 @@ def _readable(file: Path) -> Iterator[None]:
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory: one, or those its index lists. Raises UnsupportedTarget."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if any(Path(name).name != name for name in names):  # only the directory was judged (`eyrie_api.file_rules`)
-            raise UnsupportedTarget(f"{index} lists files outside of its directory", "save the model again")
-        return [path / name for name in names]
-    single = path / "model.safetensors"
+        return [path / name for name in sorted(set(indexed_files(index).values()))]
+    single = path / SINGLE
     if not single.exists():
         raise UnsupportedTarget(f"{path} has neither model.safetensors nor its index",
                                 "save the model with save_pretrained(..., safe_serialization=True)")
