@@ -325,6 +325,14 @@ class CellReport(Frozen):
     divergences: tuple[str, ...] = ()
     """One line per prompt that differed: id, position, logit gap."""
 
+    repeated_share: Probability | None = None
+    """Of the drafted variant's tokens, those that repeat their answer: the eight tokens up to one occur earlier in it.
+    Repeated text is easy to draft, so much of it flatters tau."""
+
+    tau_of_new_text: float | None = None
+    """tau of the rounds without such a token; None where there are none, or where the engine does not report rounds one
+    by one, as SGLang."""
+
     @property
     def shape(self) -> str:
         """`num_steps/top_k/num_draft_tokens`, or `off`."""

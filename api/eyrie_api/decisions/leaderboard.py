@@ -106,7 +106,7 @@ def _is_drafter(report: BenchmarkReport) -> bool:
 def no_drafter(checkpoint: str, measured: BenchmarkReport) -> BenchmarkReport:
     """The line of no drafter on the leaderboard: the baseline of another checkpoint's benchmark."""
     cells = tuple(cell.model_copy(update={
-        "tree": None, "tokens": 0, "tau": 1.0, "acceptance": (), "accepted_histogram": (),
+        "tree": None, "tokens": 0, "tau": 1.0, "tau_of_new_text": None, "acceptance": (), "accepted_histogram": (),
         "tokens_per_s": cell.baseline_tokens_per_s, "speedup": 1.0, "speedup_interval": Interval(low=1.0, high=1.0),
         "ttft_s": cell.baseline_ttft_s, "identical": cell.prompts, "near_ties": 0, "divergences": ()})
         for cell in measured.cells)

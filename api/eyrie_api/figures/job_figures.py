@@ -91,7 +91,8 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
     """Speed-up of every checkpoint in each suite, best average first. The reports have cells."""
     ranked = sorted(reports, key=lambda report: -report.speedup)
     rows = [{"checkpoint": report.checkpoint, "suite": cell.suite, "temperature": cell.temperature,
-             "shape": cell.shape, "tau": rounded(cell.tau), "tokens_per_s": rounded(cell.tokens_per_s),
+             "shape": cell.shape, "tau": rounded(cell.tau), "tau_of_new_text": rounded(cell.tau_of_new_text),
+             "repeated_share": rounded(cell.repeated_share), "tokens_per_s": rounded(cell.tokens_per_s),
              "baseline_tokens_per_s": rounded(cell.baseline_tokens_per_s), "speedup": rounded(cell.speedup),
              **_interval(cell.speedup_interval), "mean_speedup": rounded(report.speedup)}
             for report in ranked for cell in report.cells]

@@ -234,10 +234,12 @@ def baseline_words(baseline: dict[str, Any]) -> str:
 
 def suites_table(final: BenchmarkReport) -> list[RenderableType]:
     """The tuned drafter by suite and temperature. Pure."""
-    table = _table("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL")
+    table = _table("SUITE", "TEMP", "SPEED-UP", "TAU", "REPEATED", "TAU, NEW TEXT", "TOK/S", "IDENTICAL")
     for cell in final.cells:
-        table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}",
-                      f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
+        repeated = "-" if cell.repeated_share is None else f"{cell.repeated_share:.0%}"
+        of_new_text = "-" if cell.tau_of_new_text is None else f"{cell.tau_of_new_text:.2f}"
+        table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}", repeated,
+                      of_new_text, f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
     tree = final.cells[0].tree
     assert tree is not None  # the winner of tuning
     return [Text(f"{final.checkpoint} by suite, at depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} "

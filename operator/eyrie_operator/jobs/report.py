@@ -103,7 +103,8 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
 def _cell(cell: CellReport) -> dict[str, JsonValue]:
     return {"tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
             "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
-            "acceptance": list(cell.acceptance)}
+            "acceptance": list(cell.acceptance), "repeated_share": cell.repeated_share,
+            "tau_of_new_text": cell.tau_of_new_text}
 
 
 def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:

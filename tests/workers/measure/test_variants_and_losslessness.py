@@ -89,7 +89,8 @@ def test_every_variant_answers_every_prompt_and_is_timed(session: Session) -> No
     for name, sample in entry.samples.items():
         assert 0 < sample.ttft_s <= sample.seconds
         assert len(sample.token_ids) > 0
-        assert sum(sample.accepted_histogram) == sample.rounds, name
+        assert sum(sample.accepted_histogram) == len(sample.accepted) == sample.rounds, name
+        assert 1 + sum(accepted + 1 for accepted in sample.accepted) == len(sample.token_ids), name
 
 
 def test_consecutive_prompts_of_a_suite_have_alternating_turns(session: Session) -> None:

@@ -44,6 +44,9 @@ class Answer:
     whole: bool
     """False: the run ended before the answer did (see `DecodingEngine.generate`)."""
 
+    accepted: tuple[int, ...] = ()
+    """Draft tokens accepted in each round, in order; empty for an engine that reports the histogram alone."""
+
     @property
     def rounds(self) -> int:
         """Target passes after the prefill."""
@@ -191,7 +194,8 @@ def decode(engine: Engine, tree: DraftTreeShape | None, requests: Sequence[Reque
     waiting = list(reversed(requests))
     slots = min(concurrency, len(requests))
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    histograms = {request.id: [0] * (1 + (tree.num_steps if tree is not None else 0)) for request in requests}
+    depth = tree.num_steps if tree is not None else 0
+    rounds: dict[str, list[int]] = {request.id: [] for request in requests}
     submitted: dict[str, float] = {}
     first_token_s: dict[str, float] = {}
     seconds_of: dict[str, float] = {}
@@ -206,8 +210,7 @@ def decode(engine: Engine, tree: DraftTreeShape | None, requests: Sequence[Reque
         for progress in engine.step():
             tokens[progress.id] += progress.token_ids
             first_token_s.setdefault(progress.id, time.perf_counter() - submitted[progress.id])
-            for accepted in progress.accepted:
-                histograms[progress.id][accepted] += 1
+            rounds[progress.id] += progress.accepted
             if progress.generation is not None:
                 first_token_s[progress.id] = progress.generation.first_token_s
                 seconds_of[progress.id] = progress.generation.total_s
@@ -217,7 +220,8 @@ def decode(engine: Engine, tree: DraftTreeShape | None, requests: Sequence[Reque
         engine.cancel(request.id)
     return EngineRun(
         answers=tuple(Answer(
-            id=request.id, token_ids=tuple(tokens[request.id]), accepted_histogram=tuple(histograms[request.id]),
+            id=request.id, token_ids=tuple(tokens[request.id]), accepted=tuple(rounds[request.id]),
+            accepted_histogram=tuple(rounds[request.id].count(accepted) for accepted in range(depth + 1)),
             seconds=seconds_of.get(request.id, ended - submitted[request.id]), whole=request.id in seconds_of,
             ttft_s=first_token_s.get(request.id, ended - submitted[request.id])) for request in requests),
         seconds=ended - began, cpu_seconds=cpu_seconds)

@@ -17,6 +17,7 @@ from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_workers.machine import environment
 from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import Divergence, explain
+from eyrie_workers.measure.benchmark.repetition import repeated_share, tau_of_new_text
 from eyrie_workers.measure.benchmark.session import Session
 from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, Variant, unit_seed
 from eyrie_workers.measure.intervals import Tally
@@ -75,7 +76,8 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
         speedup_interval=intervals.ratio_interval(speedup, np.array(tallies), seed),
         ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
-        near_ties=near_ties, compared=compared, divergences=tuple(divergences))
+        near_ties=near_ties, compared=compared, divergences=tuple(divergences),
+        repeated_share=repeated_share(drafted), tau_of_new_text=tau_of_new_text(drafted))
 
 
 def _tokens(samples: Iterable[Sample]) -> int:

@@ -77,6 +77,8 @@ class Sample(Frozen):
     ttft_s: float
     rounds: int
     accepted_histogram: tuple[int, ...]
+    accepted: tuple[int, ...] = ()
+    """As in `engines.decoding_engine.Answer`."""
 
 
 class Entry(Frozen):
@@ -168,4 +170,4 @@ class Bench:
         (answer,) = run.answers
         return Sample(
             token_ids=answer.token_ids, seconds=run.seconds, cpu_seconds=run.cpu_seconds, ttft_s=answer.ttft_s,
-            rounds=answer.rounds, accepted_histogram=answer.accepted_histogram)
+            rounds=answer.rounds, accepted_histogram=answer.accepted_histogram, accepted=answer.accepted)
