@@ -17,8 +17,9 @@ from eyrie_workers.data.suites import load_suite
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.measure.parity import Served as Answer
-from eyrie_workers.measure.parity import compare_prompts, report_without_answers, request_answer
+from eyrie_workers.measure.parity import compare_prompts, is_same, report_without_answers, request_answer
 from eyrie_workers.measure.parity_reference import Reference
+from eyrie_workers.measure.parity_under_load import request_under_load, requests_under_load
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
@@ -98,6 +99,25 @@ def test_sglang_renders_conversations_to_the_tokens_that_drafters_are_trained_on
     (difference,) = compare_prompts(chain.url, MODEL, tokenizer, [spelled])
     assert "in SGLang" in difference
     assert "'<|im_end|>' in SGLang" in difference, "it reads the text of a token as the token"
+
+
+def test_under_load_no_shape_of_request_has_another_answer_while_sglang_drafts(
+        plain: SglangServer, chain: SglangServer) -> None:
+    tokenizer = ChatTokenizer(TARGET)
+    chat, tools = (load_suite(SuiteSpec(name=name, path=f"quickstart:{name}")) for name in ("chat", "tools"))
+    sent = [*chat[:3], *[prompt for prompt in tools if prompt.tools][:3]]
+    prompts = [tokenizer.render(list(prompt.messages), list(prompt.tools) or None) for prompt in sent]
+    alone = [request_answer("sglang", plain.url, MODEL, prompt, 32) for prompt in prompts]
+    requests = requests_under_load("sglang", prompts, alone, 32, 4, tokenizer.decode, [one.tools for one in sent])
+    assert {one.shape for one in requests} == {"plain", "streamed", "stopped", "continued", "formatted", "called"}
+    undrafted, drafted = (request_under_load("sglang", server.url, MODEL, requests, 4) for server in (plain, chain))
+    for request, one, two in zip(requests, undrafted, drafted, strict=True):
+        assert is_same(one, two), request.title
+        assert request.expected is None or is_same(one, request.expected), request.title
+        begin = {"formatted": "{", "called": "["}.get(request.shape, "")
+        assert tokenizer.decode(two.token_ids).lstrip().startswith(begin)
+    within = [answer.histogram for request, answer in zip(requests, drafted, strict=True) if request.json_schema]
+    assert sum(sum(histogram[1:]) for histogram in within) > 0, "drafts are accepted within a grammar"
 
 
 def test_drafting_changes_no_log_probability_of_sglang(plain: SglangServer, chain: SglangServer) -> None:

@@ -94,7 +94,8 @@ class ProveReport(Frozen):
     parity: ParityReport | None = None
     loaded_parity: ParityReport | None = None
     """Answers at the highest declared load against those of one user without a drafter: plain, streamed, with a stop
-    string, continued. Their rounds are not replayed. None where no load is above one user."""
+    string, continued, in SGLang also within a JSON schema and calling tools. Their rounds are not replayed. None where
+    no load is above one user."""
 
     sampled_parity: SampledParityReport | None = None
 

@@ -1,5 +1,6 @@
 """Parity next to other requests: what is asked and compared, and faults planted in the drafted engine."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,10 +58,32 @@ def test_a_prompt_returns_in_another_shape_and_each_shape_has_the_answer_of_one_
         (13, 3, 4, 5, 6), 5, served(7, 8, 9, 10))
 
 
-def test_sglang_is_asked_no_stop_string_and_an_answer_without_whole_characters_is_asked_plainly() -> None:
+def test_sglang_is_also_asked_within_a_json_schema_and_for_calls_of_the_tools_of_a_prompt() -> None:
+    alone = [served(*range(n, n + 8)) for n in range(6)]
+    tools = [[], [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}, {"name": "sub"}]]
+    requests = requests_under_load("sglang", [[n] for n in range(6)], alone, 9, 3, letters, tools * 3)
+    assert [one.shape for one in requests[:6]] == ["plain", "streamed", "stopped", "continued", "formatted", "called"]
+    # The text that ends at the stop string is that of the tokens: SGLang's own is not read.
+    assert (requests[2].stop, requests[2].expected) == ("ghij", served(*range(2, 10), text="cdef"))
+    formatted, called = requests[4:6]
+    assert (formatted.expected, called.expected) == (None, None), "that of the engine without a drafter"
+    assert "answer" in json.loads(formatted.json_schema)["properties"]
+    assert json.loads(called.json_schema)["items"]["properties"]["name"] == {"enum": ["add", "sub"]}
+    assert requests_under_load("sglang", [[n] for n in range(6)], alone, 9, 3, letters)[5].shape == "formatted"
+
+
+def test_within_a_grammar_the_answer_of_the_engine_without_a_drafter_is_expected() -> None:
+    requests = [LoadRequest("formatted", number, (1,), 2, json_schema="{}") for number in range(2)]
+    plain = [served(3, 4), served(5, 6)]
+    same = compare_under_load("sglang", CHAIN, requests, plain, plain, unexplained, 2)
+    assert (same.passed, same.identical) == (True, 2)
+    assert "2 in a JSON schema, next to aborted requests; without a drafter 0 of 2 answers differ" in same.reasons[-1]
+    changed = compare_under_load("sglang", CHAIN, requests, plain, [plain[0], served(5, 7)], unexplained, 2)
+    assert (changed.passed, changed.divergences) == (False, ("prompt 1, under load, in a JSON schema",))
+
+
+def test_an_answer_without_whole_characters_is_asked_plainly() -> None:
     alone = [served(1, 2, text="\ufffd"), served(7, 8, text="hi")]
-    assert {one.shape for one in requests_under_load("sglang", [[1], [2]], alone, 4, 4, letters)} == {
-        "plain", "streamed", "continued"}
     shapes = [one.shape for one in requests_under_load("embedded", [[1], [2]], alone, 4, 2, letters)]
     assert shapes == ["plain", "streamed", "stopped", "continued"]
     assert [one.shape for one in requests_under_load("embedded", [[1]], alone[:1], 4, 3, letters)][2] == "plain"

@@ -169,6 +169,22 @@ def test_a_near_tie_excuses_only_answers_whose_later_tokens_the_target_chooses(s
     assert "position 4 is 1 below the target's choice" in wrong.line("bfloat16")
 
 
+def test_within_a_grammar_the_two_tokens_are_compared_with_each_other_and_no_later_one_is_judged(
+        session: Session) -> None:
+    unit = next(u for u in units_of(session) if u.temperature == 0.0)
+    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    one, two = ([*answer[:2], token, *answer[3:]] for token in ((answer[2] + 1) % 300, (answer[2] + 2) % 300))
+    free, bound = (explain(session.target, "p", unit.prompt_ids, one, two, constrained=constrained)
+                   for constrained in (False, True))
+    assert free is not None
+    assert bound is not None
+    ((_, last),) = session.target.hidden_states([torch.tensor([*unit.prompt_ids, *answer[:2]])], ())
+    logits = session.target.logits(last[-1])
+    assert bound.first.gap == pytest.approx(abs(float(logits[one[2]] - logits[two[2]])), rel=1e-4)  # float32
+    assert bound.first.gap < free.first.gap
+    assert len(free.later) > len(bound.later) == 0
+
+
 def test_an_answer_that_ends_early_is_a_divergence_at_its_end(session: Session) -> None:
     unit = units_of(session)[0]
     found = explain(session.target, "p", unit.prompt_ids, [5, 6, 7], [5, 6])

@@ -55,7 +55,7 @@ class Served(Frozen):
     """[k]: rounds in which k draft tokens were accepted; empty without a drafter."""
 
     text: str | None = None
-    """Of the embedded engine alone, the pieces of a stream joined; None is not compared."""
+    """The pieces of a stream joined; of SGLang, of answers that end at a stop string. None is not compared."""
 
 
 def first_difference(first: Sequence[int] | str, second: Sequence[int] | str) -> int | None:
@@ -72,18 +72,22 @@ def is_same(one: Served, two: Served) -> bool:
 
 
 def request_answer(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int, *,
-                   temperature: float = 0.0, seed: int | None = None, stop: str = "", stream: bool = False) -> Served:
+                   temperature: float = 0.0, seed: int | None = None, stop: str = "", json_schema: str = "",
+                   stream: bool = False) -> Served:
     """The engine's answer, greedy by default. Raises EngineFailed for an error status, a dropped or a refused
     connection, or a stream that ends before the answer.
 
-    seed, stop   of the embedded engine alone: SGLang draws its own noise
+    seed          of the embedded engine alone: SGLang draws its own noise
+    json_schema   of SGLang alone
     """
     path, body = request_body(kind, model, prompt_ids, max_new_tokens, temperature)
     if kind == "sglang":
+        body["sampling_params"] |= {"stop": stop or None, "json_schema": json_schema or None}
         # Streamed, every piece has all tokens so far.
         answer = _stream(url + path, body)[-1] if stream else _post(url + path, body)
         return Served(token_ids=answer["output_ids"],
-                      histogram=answer["meta_info"].get("spec_correct_drafts_histogram") or ())
+                      histogram=answer["meta_info"].get("spec_correct_drafts_histogram") or (),
+                      text=answer["text"] if stop else None)
     body |= {"return_token_ids": True, "return_spec_tokens_details": True, "seed": seed, "stop": stop or None}
     pieces = _stream(url + path, body) if stream else [_post(url + path, body)]
     details = (pieces[-1].get("sglext") or {}).get("spec_tokens_details") or {}

@@ -5,11 +5,15 @@ to a server; `compare_under_load` and `compare_sampled` are pure. The greedy req
 
     plain       the whole answer at once
     streamed    the pieces of the stream, joined
-    stopped     with a stop string from the middle of the answer. The embedded engine alone: what SGLang counts to an
-                answer that ends within a round was not established
+    stopped     with a stop string from the middle of the answer. Its tokens are those up to the one that completes the
+                string, also where a round accepts more
     continued   the prompt and half of its answer: an engine with a prefix cache finds them there
+    formatted   in a JSON schema, as `response_format` asks for; SGLang alone has grammars
+    called      in the schema of calls of the prompt's tools, as `tool_choice: required` asks for; formatted where it
+                has none. The arguments are any objects: a schema that the engine cannot compile fails the request
 
-An answer has to be that of one user without a drafter. What a server without a drafter changes too under the same
+An answer has to be that of one user without a drafter; one within a grammar, that of the engine without a drafter under
+the same load. What a server without a drafter changes too under the same
 load, drafting did not change: sums may depend on the batch.
 
 Sampled answers are compared at temperature 1, as callers have it by default. The embedded engine's depend on request
@@ -18,12 +22,13 @@ the drafter and without, must come from one distribution (`two_samples`).
 """
 
 import contextlib
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 
@@ -39,11 +44,15 @@ from eyrie_workers.measure.parity import (
     request_body,
 )
 
-Shape = Literal["plain", "streamed", "stopped", "continued", "sampled"]
+Shape = Literal["plain", "streamed", "stopped", "continued", "formatted", "called", "sampled"]
 _WORDS: dict[Shape, str] = {"plain": "plain", "streamed": "streamed", "stopped": "cut at a stop string",
-                            "continued": "continuing an answer"}
+                            "continued": "continuing an answer", "formatted": "in a JSON schema",
+                            "called": "calling tools"}
 _GREEDY: dict[EngineKind, tuple[Shape, ...]] = {
-    "embedded": ("plain", "streamed", "stopped", "continued"), "sglang": ("plain", "streamed", "continued")}
+    "embedded": ("plain", "streamed", "stopped", "continued"),
+    "sglang": ("plain", "streamed", "stopped", "continued", "formatted", "called")}
+_FORMAT = {"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}},
+           "required": ["answer", "sure"]}
 
 # For the two-sample test. 16 answers to each of 12 prompts find argmax in half of the answers nearly always
 # (tests/workers/measure/test_two_samples.py), and further tokens of an answer repeat what its first ones say.
@@ -59,9 +68,10 @@ class LoadRequest:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     expected: Served | None = None
-    """None for a sampled request."""
+    """None for a sampled request, and for one within a grammar."""
 
     stop: str = ""
+    json_schema: str = ""
     seed: int | None = None
 
     @property
@@ -74,13 +84,14 @@ Divergence = Callable[[LoadRequest, Served, Served], tuple[str, bool]]
 
 
 def requests_under_load(kind: EngineKind, prompts: Sequence[Sequence[int]], alone: Sequence[Served],
-                        max_new_tokens: int, in_flight: int, decode: Callable[[Sequence[int]], str]
-                        ) -> list[LoadRequest]:
+                        max_new_tokens: int, in_flight: int, decode: Callable[[Sequence[int]], str],
+                        tools: Sequence[Sequence[Mapping[str, Any]]] = ()) -> list[LoadRequest]:
     """The greedy requests: `num_under_load` of them, the prompts forwards and backwards in turn, so that a prompt
     returns in another shape.
 
     alone    the answers to the prompts of one user without a drafter
     decode   the text of token ids
+    tools    of each prompt
     """
     shapes, requests = _GREEDY[kind], []
     for number in range(num_under_load(len(prompts), in_flight)):
@@ -88,7 +99,7 @@ def requests_under_load(kind: EngineKind, prompts: Sequence[Sequence[int]], alon
         if number // len(prompts) % 2:
             turn = len(prompts) - 1 - turn
         requests.append(_shaped(shapes[number % len(shapes)], turn, tuple(prompts[turn]), alone[turn], max_new_tokens,
-                                decode))
+                                decode, tools[turn] if tools else ()))
     return requests
 
 
@@ -98,17 +109,29 @@ def num_under_load(num_prompts: int, in_flight: int) -> int:
 
 
 def _shaped(shape: Shape, turn: int, prompt_ids: tuple[int, ...], alone: Served, max_new_tokens: int,
-            decode: Callable[[Sequence[int]], str]) -> LoadRequest:
+            decode: Callable[[Sequence[int]], str], tools: Sequence[Mapping[str, Any]]) -> LoadRequest:
     ids, half = alone.token_ids, len(alone.token_ids) // 2
     if shape == "continued" and half:
         # Its text is not compared: a character may have begun in the first half.
         return LoadRequest(shape, turn, (*prompt_ids, *ids[:half]), max_new_tokens - half,
                            Served(token_ids=ids[half:], histogram=()))
-    if shape == "stopped" and (stop := _stop_string(text := alone.text or "")):
+    if shape == "called" and tools:
+        return LoadRequest(shape, turn, prompt_ids, max_new_tokens, json_schema=json.dumps(_calls_of(tools)))
+    if shape in ("formatted", "called"):
+        return LoadRequest("formatted", turn, prompt_ids, max_new_tokens, json_schema=json.dumps(_FORMAT))
+    if shape == "stopped" and (stop := _stop_string(text := decode(ids) if alone.text is None else alone.text)):
         length = next((n for n in range(1, len(ids)) if stop in decode(ids[:n])), len(ids))
         return LoadRequest(shape, turn, prompt_ids, max_new_tokens, stop=stop, expected=Served(
             token_ids=ids[:length], histogram=(), text=text[:text.index(stop)]))
     return LoadRequest("streamed" if shape == "streamed" else "plain", turn, prompt_ids, max_new_tokens, alone)
+
+
+def _calls_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema of a list of calls of these tools."""
+    names = [tool.get("function", tool)["name"] for tool in tools]
+    call = {"type": "object", "properties": {"name": {"enum": names}, "parameters": {"type": "object"}},
+            "required": ["name", "parameters"]}
+    return {"type": "array", "minItems": 1, "items": call}
 
 
 def _stop_string(text: str) -> str:
@@ -142,7 +165,7 @@ def request_under_load(kind: EngineKind, url: str, model: str, requests: Sequenc
                 waiting.append(pool.submit(
                     request_answer, kind, url, model, request.prompt_ids, request.max_new_tokens,
                     temperature=1.0 if request.shape == "sampled" else 0.0, seed=request.seed, stop=request.stop,
-                    stream=request.shape == "streamed"))
+                    json_schema=request.json_schema, stream=request.shape == "streamed"))
             answers = []
             for future in waiting:
                 answers.append(future.result())
@@ -165,7 +188,7 @@ def compare_under_load(kind: EngineKind, tree: DraftTreeShape, requests: Sequenc
                        plain: Sequence[Served], drafted: Sequence[Served], divergence: Divergence,
                        in_flight: int) -> ParityReport:
     """The answers to `requests_under_load`, without the drafter (`plain`) and with it."""
-    expected = [request.expected or Served(token_ids=(), histogram=()) for request in requests]
+    expected = [request.expected or answer for request, answer in zip(requests, plain, strict=True)]
 
     def explained(index: int) -> tuple[str, bool]:
         if is_same(plain[index], drafted[index]):

@@ -499,7 +499,7 @@ def loaded_requests(proof: Proof, alone: Sequence[Served]) -> list[LoadRequest]:
     in_flight = max(prove.concurrencies)
     return [] if in_flight == 1 else requests_under_load(
         proof.spec.engine.kind, parity_prompts(proof), alone, prove.max_new_tokens, in_flight,
-        ChatTokenizer(resolve(proof.spec.target)).decode)
+        ChatTokenizer(resolve(proof.spec.target)).decode, [prompt.tools for prompt in proof.prompts])
 
 
 def sampled_of(proof: Proof) -> list[LoadRequest]:
@@ -565,7 +565,7 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
         why = "n-gram lookup has no weights that could be misconfigured: its rounds are not compared with the reference"
 
     def divergence(title: str, prompt: Sequence[int], plain: Served, drafted: Served,
-                   seed: int | None = None) -> tuple[str, bool]:
+                   seed: int | None = None, constrained: bool = False) -> tuple[str, bool]:
         """`seed` is that of a request at temperature 1."""
         two = plain.token_ids, drafted.token_ids
         if two[0] == two[1]:
@@ -574,12 +574,13 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
         source = reference.target if reference is not None else judge() if judge is not None else None
         temperature = 0.0 if seed is None else 1.0
         if source is not None and (difference := explain(
-                source, title, prompt, *two, temperature=temperature, seed=seed or 0)) is not None:
+                source, title, prompt, *two, temperature=temperature, seed=seed or 0,
+                constrained=constrained)) is not None:
             return difference.line(dtype), difference.is_tie(dtype)
         return f"{title}: position {first_difference(*two)}", False
 
     def of_request(request: LoadRequest, plain: Served, drafted: Served) -> tuple[str, bool]:
-        return divergence(request.title, request.prompt_ids, plain, drafted, request.seed)
+        return divergence(request.title, request.prompt_ids, plain, drafted, request.seed, bool(request.json_schema))
 
     def compare(name: str, prompts: list[list[int]], plain: Sequence[Served], drafted: Sequence[Served],
                 note: str) -> ParityReport:

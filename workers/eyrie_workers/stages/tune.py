@@ -41,6 +41,7 @@ from eyrie_workers.engines.decoding_engine import EmbeddedEngine
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.blocks import (
+    RUNGS_PER_START,
     BlockRun,
     BlockRunner,
     MeasuredBlocks,
@@ -80,7 +81,6 @@ BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
 RIVAL = "rival"  # folder of the rival's ledgers
 _FEWEST_RACERS = 4  # off, the drafter's best and two rivals, also where fewer servers fit the memory
-_RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Tuning:
         while True:
             self._admit(race, concurrency, rung, affordable, [prediction.setting for prediction in by_speed])
             all_ready = resident is None or len(race.active) <= resident
-            rungs = range(rung, rung + (1 if all_ready else _RUNGS_PER_START))
+            rungs = range(rung, rung + (1 if all_ready else RUNGS_PER_START))
             seconds = self.measure_rungs(race, concurrency, rungs, all_ready)
             spent, rung = spent + seconds, rungs.stop
             dropped = race.drop()

@@ -44,6 +44,8 @@ from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
+RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
+
 BlockT = TypeVar("BlockT")
 
 BlockRunKey = tuple[int, float, int, str]  # concurrency, temperature, rung, variant
@@ -200,9 +202,6 @@ def turns(active: Sequence[Setting], blocks: Sequence[BlockT], first_turn: int,
             *((OFF, block) for block in blocks[half:])]
 
 
-_RUNGS_PER_START = 4  # measured before a server is replaced by another, whose start takes half a minute to minutes
-
-
 class ConcurrentBenchmark:
     """Pairs of blocks of one drafted setting and of no drafter, at the concurrencies above 1."""
 
@@ -227,7 +226,7 @@ class ConcurrentBenchmark:
             for setting in (OFF, self._setting) if all_ready else ():
                 stage.pause_point()
                 self._blocks.runner.warm_up(setting, concurrency, self._spec.temperatures)
-            while blocks := self._next_blocks(concurrency, 1 if all_ready else _RUNGS_PER_START):
+            while blocks := self._next_blocks(concurrency, 1 if all_ready else RUNGS_PER_START):
                 for setting, (temperature, rung) in self._blocks.turns(
                         (OFF, self._setting), concurrency, blocks, blocks[0][1], all_ready):
                     stage.pause_point()

@@ -71,11 +71,15 @@ def _token(token: int | None) -> str:
 
 
 def explain(target: StateSource | None, prompt_id: str, prompt_ids: Sequence[int], baseline: Sequence[int],
-            drafted: Sequence[int], *, temperature: float = 0.0, seed: int = 0) -> Divergence | None:
+            drafted: Sequence[int], *, temperature: float = 0.0, seed: int = 0,
+            constrained: bool = False) -> Divergence | None:
     """Find and explain the first difference between the two answers to one prompt; None when identical.
 
     `temperature` and `seed` are those of the request: at temperature > 0 its noise is added to the logits. Without a
     target no difference is a near-tie.
+
+    constrained   by a grammar, which is not known here: it allows both tokens at the first difference, so they are
+                  compared with each other, and no later token is judged
     """
     position = first_difference(baseline, drafted)
     if position is None:
@@ -89,9 +93,13 @@ def explain(target: StateSource | None, prompt_id: str, prompt_ids: Sequence[int
     scored = () if target is None else _scores(target, text, start, rows, temperature, seed)
     for row, (logits_V, scores_V) in enumerate(scored):
         if first is None:
+            if constrained:
+                two_V = torch.full_like(scores_V, -math.inf)
+                two_V[two] = scores_V[two]
+                scores_V = two_V
             choices = [_choice(logits_V, scores_V, token, temperature) for token in two]
             first = max(choices, key=lambda choice: choice.gap)
-        else:
+        elif not constrained:
             later.append(_choice(logits_V, scores_V, text[start + row], temperature))
     return Divergence(
         prompt_id=prompt_id, position=position,
