@@ -8,7 +8,7 @@ measuring processes of the machine, whatever job, directory or user they belong 
 holder exits. Measurements that were given different GPUs run at the same time: they share that lock, and hold one of
 each GPU. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
 after, and reported when it is too large. So are, of GPUs, the time for which they were slowed down, and processes that
-are not ours (`nvidia-smi`; a driver that has no counters of the former, before R555, says nothing about them).
+are not ours (`nvidia-smi`; a driver without counters of the former says nothing about them).
 
 Torch is imported by `environment` alone: the load generator's processes do not load it.
 """
