@@ -205,7 +205,7 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 		$(if $(filter sglang,$(ENGINE)),--temperatures 0) \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
-bench-decisions: setup  ## how often the proof decides rightly beside other work: simulated on noise recorded first; half an hour. DRAFTER=: real ones
+bench-decisions: setup  ## how often the proof decides rightly next to other work: simulated on recorded noise, half an hour; DRAFTER=DIR counts real ones
 	@$(BIN)/python -m benchmarks.decisions --out .eyrie/bench/decisions.json $(if $(DRAFTER),--certify "$(DRAFTER)")
 
 bench-drift: setup  ## drift to the end: callers ask for something else, a job retrains, the canary promotes; a quarter of an hour
