@@ -1,6 +1,6 @@
 """All experiments, one after the other, over the same answers, states and drafters.
 
-    python -m benchmarks.experiments [--short] [--out DIR] [--work DIR] [--only NAME ...]
+    python -m benchmarks.experiments [--short] [--job demo|published] [--out DIR] [--work DIR] [--only NAME ...]
 
 An experiment whose report exists, with the same scale and target, is not run again: delete the report to repeat it.
 """
@@ -19,13 +19,15 @@ from benchmarks.experiments import (
     on_policy,
     training_vs_served,
 )
-from benchmarks.experiments.program import command_line, command_of, run_experiment, write_index
+from benchmarks.experiments.program import PUBLISHED_JOB, command_line, command_of, run_experiment, write_index
 from benchmarks.experiments.report import ExperimentReport
 from eyrie_api.errors import EyrieError
 
 # Timed experiments run first, while the machine is as quiet as at the start.
 EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
                layer_choice)
+OWN_DATA = (on_policy, layer_choice)
+"""They need the shipped target's corpus, or a target that is trained for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,14 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these and no others")
     options = parser.parse_args(argv)
     began = time.monotonic()
-    for number, module in enumerate((module for module in EXPERIMENTS if module.NAME in options.only), start=1):
+    chosen = [module for module in EXPERIMENTS if module.NAME in options.only
+              and not (options.job == PUBLISHED_JOB and module in OWN_DATA)]
+    for number, module in enumerate(chosen, start=1):
         file = options.out / f"{module.NAME}.json"
         command = command_of(module.NAME, options)
         if file.exists() and ExperimentReport.model_validate_json(file.read_bytes()).command == command:
             print(f"{module.NAME} exists: {file}")
             continue
         elapsed_s = time.monotonic() - began
-        print(f"-- {module.NAME} ({number} of {len(options.only)}, {elapsed_s:.0f} s so far)", flush=True)
+        print(f"-- {module.NAME} ({number} of {len(chosen)}, {elapsed_s:.0f} s so far)", flush=True)
         try:
             run_experiment(module.NAME, module.CLAIM, module.measure, options)
         except EyrieError as error:

@@ -45,7 +45,7 @@ def measure(workspace: Workspace) -> ExperimentResult:
     """Measure every family at every temperature."""
     store = workspace.store(workspace.rows())
     found: dict[CurveKey, tuple[Curve, tuple[RankCount, ...]]] = {}
-    prompts = workspace.prompts()[:4 * min(_PROMPTS, workspace.scale.prompts)]
+    prompts = workspace.prompts(min(_PROMPTS, workspace.scale.prompts))
     for family in COMPARED:
         drafter = open_drafter(workspace.train(store, family=family).last, workspace.target)
         for temperature in TEMPERATURES:

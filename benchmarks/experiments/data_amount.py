@@ -72,20 +72,22 @@ def evaluate(runs: Mapping[Point, Sequence[Sequence[Counted]]], simulated: Mappi
     """The result from the counts. Pure."""
     families = list(dict.fromkeys(family for family, _ in runs))
     sizes = sorted({amount for _, amount in runs})
-    seeds, prompts = len(next(iter(runs.values()))), len(next(iter(runs.values()))[0])
-    table = []
+    seeds, some = len(next(iter(runs.values()))), next(iter(runs.values()))[0]
+    suites, table = list(dict.fromkeys(of.suite for of in some)), []
     for family, amount in runs:
         taus = [tau(run) for run in runs[family, amount]]
         table.append([family, str(amount), _spread(taus), ", ".join(f"{value:.2f}" for value in taus),
-                      f"{fmean(simulated[family, amount]):.2f}"])
+                      f"{fmean(simulated[family, amount]):.2f}", *(
+                          f"{tau([of for run in runs[family, amount] for of in run if of.suite == suite]):.2f}"
+                          for suite in suites)])
     return ExperimentResult(
         found=[_first(runs, families), *(_text(runs, family, sizes) for family in families)],
-        measured=f"{seeds} seeds per point, {steps} steps of 1024 tokens whatever the amount, {prompts} held-out "
+        measured=f"{seeds} seeds per point, {steps} steps of 1024 tokens whatever the amount, {len(some)} held-out "
                  f"prompts, greedy, chain {CHAIN.label()}; amounts are nested; each family at its own learning rate.",
         limits=("Equal steps: with little data this is many passes over it. At the seed's scale (500k samples) a curve "
                 "may bend that is still straight here.",
-                "Templated text repeats itself, so a few hundred conversations already show most of it."),
-        columns=("family", "conversations", "tau (sd over seeds)", "by seed", "theoretical speed-up"),
+                "The shipped target's templated text repeats itself: a few hundred conversations show most of it."),
+        columns=("family", "conversations", "tau (sd over seeds)", "by seed", "theoretical speed-up", *suites),
         table=sorted(table, key=lambda row: (families.index(row[0]), int(row[1]))),
         figure=lambda: figure(runs, families, sizes))
 
@@ -99,8 +101,9 @@ def _first(runs: Mapping[Point, Sequence[Sequence[Counted]]], families: Sequence
     details = "; ".join(f"{family} {_spread(of)}" for family, of in upper.items())
     three, one = (upper[family] for family in COMPARED)
     apart = [a - b for a, b in zip(three, one, strict=True)]
-    noise = stdev(apart) if len(apart) > 1 else math.inf
-    if fmean(apart) > 2 * noise / math.sqrt(len(apart)):
+    if len(apart) < 2:
+        verdict = "One seed per point, so no verdict"
+    elif fmean(apart) > 2 * stdev(apart) / math.sqrt(len(apart)):
         stops = fmean(one) < fmean(three) / 2
         verdict = "The claim holds here" if stops else "EAGLE-3 gains more, but EAGLE-1 goes on too"
     else:

@@ -71,13 +71,13 @@ def measure(workspace: Workspace) -> ExperimentResult:
 
 def evaluate(runs: Runs) -> ExperimentResult:
     """The result from the counts. Pure."""
-    prompts = len(next(iter(runs.values())))
+    some = next(iter(runs.values()))
     return ExperimentResult(
         found=[_first(runs), *(_budget_text(runs, nodes, t) for nodes in BUDGETS for t in TEMPERATURES),
                *(_doubled_text(runs, t) for t in TEMPERATURES)],
-        measured=f"One EAGLE-3 drafter (seed 0) of the quickstart target; {prompts} held-out prompts of four suites; "
+        measured=f"One EAGLE-3 drafter (seed 0); {len(some)} prompts of {len({of.suite for of in some})} suites; "
                  "shapes are num_steps/top_k/num_draft_tokens; intervals are 95 % over prompts, paired.",
-        limits=("One drafter and one small target of templated text, where a single path is often right.",
+        limits=("One drafter and one small target; in the shipped one's templated text a single path is often right.",
                 "At temperature 1 our drafters see part of the sampling noise ahead (speculation/noise.py), which "
                 "favours chains more than SGLang's sampling would.",
                 "Acceptance alone: what a deeper draft costs is not in tau."),

@@ -38,7 +38,7 @@ from benchmarks.experiments.workspace import CHAIN, FULL, Workspace
 from benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from benchmarks.quickstart import pretrain
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.targets import QUICKSTART_HYBRID
+from eyrie_api.contract.targets import QUICKSTART_HYBRID, JobTarget
 from eyrie_workers.targets.config import choose_aux_layers
 
 NAME = "layer_choice"
@@ -70,7 +70,8 @@ def hybrid_target(work: Path, *, short: bool, threads: int | None) -> Path:
 def measure(workspace: Workspace) -> ExperimentResult:
     """Train the target, then a drafter for every choice and seed."""
     target = hybrid_target(workspace.work, short=workspace.scale != FULL, threads=workspace.threads)
-    workspace = Workspace(workspace.work, workspace.scale, target=str(target), threads=workspace.threads)
+    job = workspace.job.model_copy(update={"target": JobTarget(model=str(target))})
+    workspace = Workspace(workspace.work, workspace.scale, job, threads=workspace.threads)
     layers_read = tuple(sorted({layer for layers in CHOICES.values() for layer in layers}))
     store = workspace.store(workspace.rows(), aux_layers=layers_read)
     runs: dict[str, list[Sequence[Counted]]] = {}

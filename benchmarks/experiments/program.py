@@ -1,6 +1,9 @@
 """Runs an experiment: command line, machine load during the run, report.
 
-    python -m benchmarks.experiments.<name> [--short] [--out DIR] [--work DIR] [--target T] [--threads N]
+    python -m benchmarks.experiments.<name> [--short] [--job demo|published] [--out DIR] [--work DIR] [--threads N]
+
+The jobs are those of `make demo` and `make demo-published`, which say what is experimented on. The published target is
+made where it is missing.
 """
 
 import argparse
@@ -17,10 +20,13 @@ from benchmarks.experiments.report import (
     index,
     write,
 )
-from benchmarks.experiments.workspace import FULL, SHORT, Workspace
+from benchmarks.experiments.workspace import FULL, PUBLISHED, SHORT, Workspace
+from benchmarks.published.demo import TARGET, local_job
+from benchmarks.published.target import make
 from eyrie_api.errors import EyrieError
 
 README = "README.md"
+PUBLISHED_JOB = "published"
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
@@ -28,10 +34,9 @@ def command_line(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--short", action="store_true",
                         help="fewer conversations, seeds and prompts: a test of the command")
-    parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"),
-                        help="for <name>.md, .html, .svg and .json")
-    parser.add_argument("--work", type=Path, help="shared and resumed; default: .eyrie/experiments/work[-short]")
-    parser.add_argument("--target", default="quickstart")
+    parser.add_argument("--job", choices=["demo", PUBLISHED_JOB], default="demo", help="whose target, data and suites")
+    parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"), help="for <name>.md, .svg and .json")
+    parser.add_argument("--work", type=Path, help="shared and resumed; default: .eyrie/experiments/work[-JOB][-short]")
     parser.add_argument("--threads", type=int, help="processors to use; default: all")
     return parser
 
@@ -39,13 +44,18 @@ def command_line(description: str) -> argparse.ArgumentParser:
 def command_of(name: str, options: argparse.Namespace) -> str:
     """The command that repeats an experiment."""
     return f"python -m benchmarks.experiments.{name}" + (" --short" if options.short else "") + (
-        f" --target {options.target}" if options.target != "quickstart" else "")
+        f" --job {options.job}" if options.job != "demo" else "")
 
 
 def workspace_of(options: argparse.Namespace) -> Workspace:
     """The shared workspace of a command line."""
-    work = options.work or Path(".eyrie/experiments") / ("work-short" if options.short else "work")
-    return Workspace(work, SHORT if options.short else FULL, target=options.target, threads=options.threads)
+    published = options.job == PUBLISHED_JOB
+    work = options.work or Path(".eyrie/experiments") / (
+        "work" + f"-{options.job}" * published + "-short" * options.short)
+    if published:
+        make(TARGET)
+    return Workspace(work, SHORT if options.short else PUBLISHED if published else FULL,
+                     local_job(TARGET) if published else None, threads=options.threads)
 
 
 def run_experiment(name: str, claim: str, measure: Callable[[Workspace], ExperimentResult],

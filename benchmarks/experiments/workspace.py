@@ -1,5 +1,8 @@
 """The shared workspace of experiments: answers, states, drafters and counts, each computed once.
 
+What is experimented on (target, prompts, suites, draft vocabulary, learning rate) is that of a job: `make demo`'s, or
+`make demo-published`'s.
+
 Artifacts are written by the stages themselves, in a directory named after the digest of the spec. Two experiments with
 the same spec share an artifact, and an interrupted one resumes. A directory identifies its spec and not the code that
 wrote it: after a change to the code, delete the work directory.
@@ -10,7 +13,7 @@ wrote it: after a change to the code, delete the work directory.
 
 Smaller amounts of data are prefixes of larger ones: `rows` truncates one set of answers.
 
-tau is counted by decoding, never simulated, over the held-out prompts of the four suites, 16 at a time. An answer and
+tau is counted by decoding, never simulated, over the held-out prompts of the suites, 16 at a time. An answer and
 its rounds depend on the request alone, so neither concurrency nor other work on the machine changes tau.
 """
 
@@ -23,17 +26,16 @@ import torch
 
 from benchmarks.experiments.fits import Counted
 from eyrie_api.artifacts import digest_bytes, digest_directory, digest_model, read_report, write_model
-from eyrie_api.contract.benchmark import QUICKSTART_SUITES
 from eyrie_api.contract.capture import CaptureSpec
-from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.reports import CheckpointReport, TrainReport
 from eyrie_api.contract.stages import CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
+from eyrie_operator.cli.demo import demo_job
 from eyrie_workers.data.rows import META, ROWS
 from eyrie_workers.data.suites import Prompt, load_suite, select
 from eyrie_workers.drafters.family import open_drafter
@@ -51,7 +53,6 @@ CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 JOB = "experiments"
 _CONCURRENCY = 16
 _BATCH_TOKENS = 1024
-_DRAFT_VOCABULARY = 1536  # 98 % of the quickstart target's unseen answers
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Scale:
 
 FULL = Scale(conversations=800, steps=240, seeds=3, prompts=12, tokens=64)
 SHORT = Scale(conversations=160, steps=60, seeds=2, prompts=3, tokens=48)
+PUBLISHED = Scale(conversations=800, steps=320, seeds=1, prompts=12, tokens=64)
+"""Of a target ten times as large."""
 
 
 class _Decoded(Frozen):
@@ -96,11 +99,12 @@ class Trained:
 
 
 class Workspace:
-    """A target and a work directory."""
+    """A job and a work directory. The job is `make demo`'s where none is given."""
 
-    def __init__(self, work: Path, scale: Scale, *, target: str = "quickstart", threads: int | None = None) -> None:
+    def __init__(self, work: Path, scale: Scale, job: JobSpec | None = None, *, threads: int | None = None) -> None:
         self.work, self.scale, self.threads = work.resolve(), scale, threads
-        self.spec = TargetSpec(model=target)
+        self.job = job or demo_job(short=False)
+        self.spec = TargetSpec(model=self.job.target.model)
         self.path = resolve(self.spec)
         self.tokenizer = ChatTokenizer(self.path)
         self._target: TargetModel | None = None
@@ -118,9 +122,9 @@ class Workspace:
         """The first `num` conversations, answered by the target; default: all of the scale."""
         spec = RegenerateStage(
             job_id=JOB, target=self.spec,
-            data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=self.scale.conversations),
-            regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
-            exclude_prompts=tuple(suite.path for suite in QUICKSTART_SUITES))
+            data=self.job.data.model_copy(update={"max_conversations": self.scale.conversations}),
+            regenerate=self.job.regenerate,
+            exclude_prompts=tuple(suite.path for suite in self.job.benchmark.suites))
         whole = self._made("regenerate", spec, regenerate)
         if num is None or num >= self.scale.conversations:
             return whole
@@ -150,8 +154,8 @@ class Workspace:
               drafter: DrafterSpec | None = None, **settings: float) -> Trained:
         """A drafter trained from a store, for the scale's steps unless `settings` say otherwise."""
         shape = (drafter or DrafterSpec()).model_copy(
-            update={"family": family, "draft_vocab_size": _DRAFT_VOCABULARY})
-        spec = {"learning_rate": 2e-3 if family == "eagle3" else None, "epochs": 1000.0,
+            update={"family": family, "draft_vocab_size": self.job.drafter.draft_vocab_size})
+        spec = {"learning_rate": self.job.train.learning_rate if family == "eagle3" else None, "epochs": 1000.0,
                 "max_steps": self.scale.steps, "max_tokens_per_batch": _BATCH_TOKENS,
                 "save_every_steps": 100} | settings
         out = self._made("train", TrainStage(
@@ -164,7 +168,7 @@ class Workspace:
 
     def prompts(self, num: int | None = None) -> list[Prompt]:
         """Held-out prompts of all suites: the suites in turn, so that any beginning is a fair mixture."""
-        by_suite = [select(load_suite(suite), 0, num or self.scale.prompts) for suite in QUICKSTART_SUITES]
+        by_suite = [select(load_suite(suite), 0, num or self.scale.prompts) for suite in self.job.benchmark.suites]
         return [prompt for turn in zip(*by_suite, strict=True) for prompt in turn]
 
     def request(self, prompt: Prompt, temperature: float, tokens: int | None = None) -> Request:

@@ -39,7 +39,7 @@ _RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
                    TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
 }
 # What decides a drafter's weights. Engines and measurement do not.
-_MAKERS = ("conversations", "drafters", "features", "quickstart", "regeneration", "speculation", "stages", "targets",
+_MAKERS = ("data", "drafters", "hidden_states", "quickstart", "regeneration", "speculation", "stages", "targets",
            "training")
 
 

@@ -7,7 +7,10 @@ from benchmarks.experiments import on_policy
 from benchmarks.experiments.program import README, command_line, run_experiment
 from benchmarks.experiments.report import ExperimentReport
 from benchmarks.experiments.workspace import Scale, Workspace
+from benchmarks.published.demo import local_job
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_workers.data.rows import ROWS, read_rows
+from tests.house.sources import ROOT
 
 SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
 
@@ -35,3 +38,13 @@ def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path:
     again = on_policy.measure(Workspace(tmp_path / "work", SMALL, threads=1))
     assert tuple(again.found) == report.found
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")} == artifacts
+
+
+def test_an_experiment_on_the_published_job_answers_its_prompts_and_counts_on_its_suites(tmp_path: Path) -> None:
+    job = local_job(ROOT / "workers/eyrie_workers/quickstart/target").model_copy(update={"drafter": DrafterSpec()})
+    workspace = Workspace(tmp_path / "work", SMALL, job, threads=1)
+    sources = {row.source_name for row in read_rows(workspace.rows() / ROWS)}
+    assert sources
+    assert sources <= {"mathematics", "code", "role-play"}
+    counted = workspace.decode(workspace.train(workspace.store(workspace.rows())).last)
+    assert [of.suite for of in counted] == ["gsm8k", "humaneval", "mt-bench"]
