@@ -1,9 +1,9 @@
-"""What a token costs here: `python -m benchmarks.decode --target DIR [--drafter DIR]`.
+"""What a token costs here: `python -m benchmarks.decode --target DIR [--drafter DIR] [--at-once N]`.
 
 Prints the numbers that decide whether drafting can pay on this machine: plain decoding against `transformers` generate
-(same weights, dtype, threads, prompts; alternating, so that a slow minute hits both), the cost of verifying N tokens
-against one, and with a drafter its cost per round, acceptance length and speed-up. CPU seconds of this process are
-printed beside wall seconds: on a busy machine they are the steadier of the two.
+(same weights, dtype, threads, prompts; alternating, so that a slow minute hits both; N prompts at once), the cost of
+verifying some tokens against one, and with a drafter its cost per round, acceptance length and speed-up. CPU seconds of
+this process are printed beside wall seconds: on a busy machine they are the steadier of the two.
 
 A bench, not a test: nothing here decides anything.
 """
@@ -53,31 +53,36 @@ def read_prompts(directory: Path, suites: list[Path], num_prompts: int) -> tuple
     return [tokenizer.render(row["messages"], row.get("tools")) for row in mixed], tokenizer.eos_ids
 
 
-def bench_baseline(target: TargetModel, prompts: list[list[int]], num_tokens: int) -> None:
-    """Plain decoding here against `transformers` generate, alternating prompt by prompt."""
+def bench_baseline(target: TargetModel, prompts: list[list[int]], num_tokens: int, at_once: int) -> None:
+    """Plain decoding here against `transformers` generate, alternating batch by batch of so many prompts."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval()
-    engine = Engine(target)
+    engine = Engine(target, max_concurrency=at_once)
 
-    def ours(prompt: list[int]) -> int:
-        return len(engine.generate([Request("bench", prompt, num_tokens)])[0].token_ids)
+    def ours(batch: list[list[int]]) -> int:
+        requests = [Request(str(number), prompt, num_tokens) for number, prompt in enumerate(batch)]
+        return sum(len(answer.token_ids) for answer in engine.generate(requests))
 
-    def generate(prompt: list[int]) -> int:
+    def generate(batch: list[list[int]]) -> int:
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
         with torch.inference_mode():
-            out = theirs.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            out = theirs.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, min_new_tokens=num_tokens,
                                   do_sample=False, use_cache=True, pad_token_id=0)
-        return int(out.shape[1]) - len(prompt)
+        return (int(out.shape[1]) - longest) * len(batch)
 
-    ours(prompts[0])
-    generate(prompts[0])
+    batches = [prompts[start: start + at_once] for start in range(0, len(prompts), at_once)]
+    ours(batches[0])
+    generate(batches[0])
     engines = {"ours": ours, "transformers": generate}
     samples: dict[str, list[tuple[int, float, float]]] = {name: [] for name in engines}
-    for turn, prompt in enumerate(prompts):
+    for turn, batch in enumerate(batches):
         for name in interleaved(list(engines), turn):
-            samples[name].append(_timed(lambda name=name, prompt=prompt: engines[name](prompt)))  # type: ignore[misc]
+            samples[name].append(_timed(lambda name=name, batch=batch: engines[name](batch)))  # type: ignore[misc]
     for name, taken in samples.items():
-        print(f"plain decoding, {name:14s} {_rate(taken)}")
+        print(f"plain decoding, {at_once} at once, {name:14s} {_rate(taken)}")
 
 
 def bench_verify(target: TargetModel, context: int, repeats: int = 30) -> None:
@@ -150,6 +155,7 @@ def main() -> None:
     parser.add_argument("--suite", type=Path, action="append", help="JSONL of conversations; default: the quickstart's")
     parser.add_argument("--prompts", type=int, default=8, help="prompts taken, evenly from the suites")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--at-once", type=int, default=1, help="prompts decoded at once in the comparison")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     directory = resolve(TargetSpec(model=options.target))
@@ -158,7 +164,7 @@ def main() -> None:
     print(f"{config.family} {config.num_layers} x {config.hidden_size}, {options.dtype}, {options.threads} threads, "
           f"torch {torch.__version__}")
     prompts, stop_ids = read_prompts(directory, options.suite or sorted(_SUITES.glob("*.jsonl")), options.prompts)
-    bench_baseline(target, prompts, options.tokens)
+    bench_baseline(target, prompts, options.tokens, options.at_once)
     bench_verify(target, 150)
     if options.drafter is not None:
         bench_drafter(target, options.drafter, prompts, options.tokens, stop_ids)
