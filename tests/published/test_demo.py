@@ -10,7 +10,6 @@ from benchmarks.published import demo
 from eyrie_api import yaml_text
 from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.data import DataSource
-from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.conversation import Conversation
 from eyrie_api.planning.preflight import check
@@ -77,11 +76,6 @@ def test_a_row_of_a_suite_on_the_hub_is_a_prompt_of_the_local_file(name: str, tm
     assert [(prompt.messages, prompt.further) for prompt in local].count((hub.messages, hub.further)) == 1
 
 
-def on_the_shipped_target(*, short: bool = False) -> JobSpec:
-    """The local job with a target of this checkout, whose vocabulary is smaller than the draft vocabulary."""
-    return demo.local_job(TARGET, short=short).model_copy(update={"drafter": DrafterSpec()})
-
-
 def without_paths(job: JobSpec) -> Any:
     document = job.model_dump(mode="json")
     document["target"].pop("model")
@@ -95,7 +89,7 @@ def test_the_local_job_differs_from_the_example_in_paths_alone_and_is_accepted(t
     example = JobSpec.model_validate(yaml_text.load(demo.EXAMPLE.read_text()))
     local = demo.local_job(TARGET)
     assert without_paths(local) == without_paths(example)
-    accepted = check(on_the_shipped_target(), Settings(home=tmp_path)).spec
+    accepted = check(local, Settings(home=tmp_path)).spec
     assert [suite.required for suite in accepted.benchmark.suites] == [True, False, False]
     paths = [source.path for source in accepted.data.sources] + [suite.path for suite in accepted.benchmark.suites]
     assert paths == [str(file) for file in demo.LOCAL.values()]
@@ -103,7 +97,7 @@ def test_the_local_job_differs_from_the_example_in_paths_alone_and_is_accepted(t
 
 def test_the_short_job_keeps_every_stage_and_shrinks_each(tmp_path: Path) -> None:
     whole, short = demo.local_job(TARGET), demo.local_job(TARGET, short=True)
-    assert check(on_the_shipped_target(short=True), Settings(home=tmp_path)).spec.serve.enabled
+    assert check(short, Settings(home=tmp_path)).spec.serve.enabled
     for section, field in (("data", "max_conversations"), ("regenerate", "max_new_tokens"), ("train", "epochs"),
                            ("benchmark", "max_new_tokens"), ("tune", "budget_s"), ("prove", "requests")):
         assert getattr(getattr(short, section), field) < getattr(getattr(whole, section), field), f"{section}.{field}"

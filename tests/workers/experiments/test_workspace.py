@@ -8,7 +8,6 @@ from benchmarks.experiments.program import README, command_line, run_experiment
 from benchmarks.experiments.report import ExperimentReport
 from benchmarks.experiments.workspace import Scale, Workspace
 from benchmarks.published.demo import local_job
-from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_workers.data.rows import ROWS, read_rows
 from tests.house.sources import ROOT
 
@@ -41,7 +40,7 @@ def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path:
 
 
 def test_an_experiment_on_the_published_job_answers_its_prompts_and_counts_on_its_suites(tmp_path: Path) -> None:
-    job = local_job(ROOT / "workers/eyrie_workers/quickstart/target").model_copy(update={"drafter": DrafterSpec()})
+    job = local_job(ROOT / "workers/eyrie_workers/quickstart/target")
     workspace = Workspace(tmp_path / "work", SMALL, job, threads=1)
     sources = {row.source_name for row in read_rows(workspace.rows() / ROWS)}
     assert sources
