@@ -49,8 +49,6 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", a
 """
 """`eyrie serve-api` without a broker: chores stay in the outbox, since nothing here is to train."""
 
-
-
 _PLANE = """
 import json
 import sys
@@ -62,6 +60,28 @@ try:
 except EyrieError as error:  # as `eyrie up` shows it
     sys.exit(f"error: {error.reason}: {error}")
 """
+_HEAP = """
+import ctypes, gc, os, threading, time
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+def sample(path):
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo2
+    while True:
+        gc.collect()
+        found = libc.mallinfo2()
+        with open(path + ".new", "w") as file:
+            file.write(f"{found.uordblks + found.hblkhd} {found.fordblks}")
+        os.rename(path + ".new", path)
+        time.sleep(2)
+
+threading.Thread(target=sample, args=(os.environ.pop("EYRIE_CAMPAIGN_HEAP"),), daemon=True).start()
+"""
+"""Before `_PLANE`: writes how many bytes of the C library's heap, of all its arenas, are in use and free."""
+
 _WITH_ENDPOINT = """
 import json
 import sys
@@ -90,6 +110,10 @@ class Plane:
         self.tree: Path | None = None
         """A checkout whose code runs at the next start; None: this one's."""
 
+        self.heap: Path | None = None
+        """Where its process writes the bytes of its heap, in use and free. Python's own allocator is off then, so that
+        every value counts."""
+
         self.variables: dict[str, str] = {}
         """Environment variables of the process besides this one's."""
 
@@ -112,10 +136,11 @@ class Plane:
 
     def start(self) -> int | None:
         """Start it, and wait until it is ready. Returns None, or the exit code of one that ended (-1: not ready)."""
+        heap = {} if self.heap is None else {"PYTHONMALLOC": "malloc", "EYRIE_CAMPAIGN_HEAP": str(self.heap)}
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-c", _PLANE, json.dumps(self._settings)],
-                                             stdout=log, stderr=log,
-                                             env={**environment(self.tree), **self.variables})
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", (_HEAP if heap else "") + _PLANE, json.dumps(self._settings)], stdout=log,
+                stderr=log, env={**environment(self.tree), **self.variables, **heap})
         wait_until(lambda: self._is_ready() or self._ended(), START_S)
         if self._is_ready():
             return None

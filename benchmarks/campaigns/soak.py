@@ -18,7 +18,10 @@ nothing but the plane, its gateway and its engine is left when the last job has 
 stopped. A run of less than JUDGED_S, such as CI's of a minute, has these alone: it shows what every request leaves
 behind, some hundred times, not what leaks slowly.
 
-    python -m benchmarks.campaigns.soak [--seed 1] [--seconds 7200] [--out FILE]
+With `--heap` the plane runs on the C library's allocator alone, and the bytes that are in use there are a series too:
+what is kept grows there, what is free but not given back does not.
+
+    python -m benchmarks.campaigns.soak [--seed 1] [--seconds 7200] [--heap] [--out FILE]
 """
 
 import contextlib
@@ -71,7 +74,8 @@ JUDGED_S = 600.0
 
 NEVER_DELETED = ("audit", "history")
 THRESHOLDS: dict[str, tuple[float, float]] = {
-    "memory MiB": (0.10, 16.0), "descriptors": (0.10, 8.0), "threads": (0.10, 4.0), "processes": (0.0, 2.0),
+    "memory MiB": (0.10, 16.0), "heap in use MiB": (0.02, 1.0), "heap free MiB": (0.5, 32.0),
+    "descriptors": (0.10, 8.0), "threads": (0.10, 4.0), "processes": (0.0, 2.0),
     "zombies": (0.0, 2.0), "database pages in use": (0.10, 64.0), "write-ahead log KiB": (0.10, 4096.0),
     "home KiB": (0.10, 8192.0)}
 """Growth over the judged time that counts as such: a share of the first value, and at least so much."""
@@ -261,6 +265,9 @@ class Soak:
                 values |= {f"{process.role}: memory MiB": process.memory_mib,
                            f"{process.role}: descriptors": process.descriptors,
                            f"{process.role}: threads": process.threads}
+        if self.plane.heap is not None and self.plane.heap.exists():
+            used, free = (int(part) / 2**20 for part in self.plane.heap.read_text().split())
+            values |= {"plane: heap in use MiB": used, "plane: heap free MiB": free}
         zombies = sum(process.role == "zombie" for process in processes)
         return values | {"processes": len(processes) - zombies, "zombies": zombies}
 
@@ -352,12 +359,16 @@ def _size(directory: Path) -> int:
 
 def main() -> int:
     """Run the campaign."""
-    wanted = options("soak", "Mixed traffic and jobs for hours: what grows, what becomes slow.", 7200.0).parse_args()
+    parser = options("soak", "Mixed traffic and jobs for hours: what grows, what becomes slow.", 7200.0)
+    parser.add_argument("--heap", action="store_true", help="sample the plane's heap, on the C library's allocator")
+    wanted = parser.parse_args()
     every_s, window_s = min(10.0, max(1.0, wanted.seconds / 120)), min(60.0, max(3.0, wanted.seconds / 60))
     with scratch("soak") as path, rehearsed(path):
         (path / "home").mkdir()
         campaign = Campaign("soak", wanted.seed, wanted.seconds, wanted.out)
         soak = Soak(campaign, path / "home")
+        if wanted.heap:
+            soak.plane.heap = path / "heap"
         try:
             soak.start()
             campaign.began = soak.began
