@@ -54,7 +54,7 @@ class DrafterSpec(Frozen):
 
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Reduced output vocabulary, built from the answers. Default: the whole vocabulary up to 4096; of a larger one, the
-    tokens most often produced, at most 32768: of each source's unseen answers they cover 99 % of what 32768 would."""
+    tokens most often produced, at most 32768: as many as pay, by coverage of unseen answers and size of the target."""
 
     max_position_embeddings: int | None = Field(None, ge=16, le=2**24)
     """Default: the target's. Engines refuse a drafter with less context than they serve."""

@@ -42,8 +42,8 @@ ASSUMED_GPU_BYTES = 80 * 10**9
 """Where the job names no type of GPU."""
 DEFAULT_AUX_LAYERS = 3
 LEAST_DRAFT_VOCABULARY, DEFAULT_DRAFT_VOCABULARY = 4096, 32_768
-"""The whole vocabulary is used up to the first size when the spec gives none; up to the second as much of it as the
-answers need. EAGLE-3's drafters for 128k vocabularies use 32k."""
+"""The whole vocabulary is used up to the first size when the spec gives none; up to the second as much of it as pays.
+EAGLE-3's drafters for 128k vocabularies use 32k."""
 
 
 def largest_draft_vocabulary(vocab_size: int) -> int:
@@ -99,6 +99,13 @@ class TargetFacts(DecoderSizes):
         layer = (self.attention_parameters(self.hidden_size) + num_mlps * self.mlp_parameters(width)
                  + 2 * self.hidden_size)
         return embeddings + self.num_layers * layer + self.hidden_size
+
+    def rows_of_a_step(self, num_steps: int) -> float:
+        """How many rows of a drafter's output matrix cost as much as the rest of a draft step, in rounds of so many
+        steps: a layer, and the step's share of the target's pass. As many weights cost the same: memory bounds the
+        decoding of few users."""
+        layer = self.attention_parameters(self.hidden_size) + self.mlp_parameters(self.intermediate_size)
+        return (layer + self.active_parameters / num_steps) / self.hidden_size
 
     def trained_drafter(self, candidate: Candidate, aux_layers: Sequence[int] = ()) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of this target; `aux_layers` are the job's, for a

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import VocabularyTooLarge
+from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_workers.targets.draft_vocabulary import (
     AnswerCounts,
     DraftVocabulary,
@@ -85,21 +86,42 @@ def counted(vocab_size: int, **sources: torch.Tensor) -> AnswerCounts:
     return counts
 
 
-@pytest.mark.parametrize("exponent", [1.2, 1.6, 2.0])
-def test_the_default_size_covers_of_other_answers_nearly_what_the_largest_covers(exponent: float) -> None:
+def target(layers: int, hidden: int, vocab_size: int = 49_152) -> TargetFacts:
+    return TargetFacts(hidden_size=hidden, num_layers=layers, vocab_size=vocab_size, intermediate_size=4 * hidden,
+                       num_heads=8, num_kv_heads=8, head_dim=hidden // 8, tie_word_embeddings=True, source="test")
+
+
+SMALL, LARGE = target(30, 512), target(32, 4096)
+
+
+@pytest.mark.parametrize("exponent", [1.1, 1.3, 1.6])
+@pytest.mark.parametrize("size_of", [SMALL, LARGE], ids=["small target", "large target"])
+def test_no_other_size_gives_more_tokens_for_the_cost_of_a_draft_step(exponent: float, size_of: TargetFacts) -> None:
     counts = counted(49_152, data=answers(49_152, 400, exponent, seed=0))
-    size = default_size(counts, always=[0, 1])
-    assert 4096 <= size < 32_768
+    size = default_size(counts, size_of, always=[0, 1])
+    assert 4096 <= size <= 32_768
     assert size % 64 == 0
-    others = torch.bincount(answers(49_152, 400, exponent, seed=1).flatten(), minlength=49_152)
-    least, most = (coverage(others, build(counts.total_V, number)) for number in (size, 32_768))
-    assert least >= 0.99 * most
+    [covered] = counts.unseen_coverage([0, 1]).values()
+    hidden = size_of.hidden_size
+    layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
+    rest = layer + (30 if size_of is SMALL else 32) * layer / 4 + 49_152 * hidden / 4
+
+    def gain(number: int) -> float:
+        accepted = 0.7 * float(covered[number - 1])
+        return sum(accepted**step for step in range(5)) / (rest + number * hidden)
+
+    assert all(gain(other) <= gain(size) * 1.001 for other in range(4096, 32_769, 512))
+
+
+def test_a_larger_target_has_the_larger_draft_vocabulary() -> None:
+    counts = counted(49_152, data=answers(49_152, 2000, 1.0, seed=0))
+    assert 1.5 * default_size(counts, SMALL) < default_size(counts, LARGE)
 
 
 def test_a_source_of_richer_text_needs_the_larger_vocabulary() -> None:
     plain, rich = answers(49_152, 300, 2.0, seed=0), answers(49_152, 100, 1.05, seed=1)
-    both = default_size(counted(49_152, plain=plain, rich=rich))
-    assert default_size(counted(49_152, plain=plain)) == 4096
+    both = default_size(counted(49_152, plain=plain, rich=rich), LARGE)
+    assert default_size(counted(49_152, plain=plain), LARGE) == 4096
     assert both > 2 * 4096
 
 
@@ -113,9 +135,9 @@ def test_a_token_that_only_one_answer_repeats_is_not_expected_in_others() -> Non
 def test_a_small_vocabulary_and_one_without_enough_answers_are_used_as_far_as_a_default_goes() -> None:
     few = counted(49_152, data=answers(49_152, 10, 1.2, seed=0))
     assert few.unseen_coverage() == {}
-    assert default_size(few) == 32_768
-    assert default_size(AnswerCounts(49_152)) == 32_768
-    assert default_size(counted(4096, data=answers(4096, 400, 2.0, seed=0))) == 4096
+    assert default_size(few, SMALL) == 32_768
+    assert default_size(AnswerCounts(49_152), SMALL) == 32_768
+    assert default_size(counted(4096, data=answers(4096, 400, 2.0, seed=0)), SMALL) == 4096
 
 
 def test_no_size_means_the_whole_up_to_a_bound() -> None:

@@ -40,6 +40,7 @@ from eyrie_api.contract.reports import CheckpointReport, SourceRows, TrainReport
 from eyrie_api.contract.stages import TrainStage
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
+from eyrie_api.planning.facts import target_facts
 from eyrie_api.planning.target_files import dense_bytes
 from eyrie_api.planning.training_cost import streamed_bytes, usable_bytes
 from eyrie_api.planning.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
@@ -263,7 +264,8 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
                            "leave drafter.draft_vocab_size out, or capture with final_state keep")
         vocabulary = DraftVocabulary(torch.tensor(store.format.draft_ids), config.vocab_size)
     else:
-        vocabulary = draft_vocabulary.build(counts, wanted or draft_vocabulary.default_size(answers, always), always)
+        vocabulary = draft_vocabulary.build(counts, wanted or draft_vocabulary.default_size(
+            answers, target_facts(path), always), always)
     report = VocabularyReport(
         draft_vocab_size=vocabulary.size, vocab_size=config.vocab_size,
         coverage=draft_vocabulary.coverage(counts, vocabulary),

@@ -5,14 +5,17 @@ almost never produced: FR-Spec (arXiv:2502.14856) finds a quarter of the tokens 
 predicts over the D tokens its target produced most often in the training answers. Tokens that end an answer or frame a
 tool call are always included: every answer contains them, and a missing one costs a rejected round.
 
-Where the spec gives no D, it follows from what the answers contain (`default_size`). A vocabulary covers more of the
-answers that it was counted from than of others: of 100,000 tokens one in twenty may be the only one of its id. Its size
-is therefore judged on answers that were not counted. The answers of each source are divided into four parts, and the
-tokens of each part looked up in the ranking of the other three (`AnswerCounts.unseen_coverage`). D is the smallest
-multiple of 64 that, of each source, covers at least 1 - `_LOST` of the tokens that the largest default would cover. The
-ranking of three quarters of the answers is worse than that of all, so D is rather too large than too small. It is at
-most `DEFAULT_DRAFT_VOCABULARY`; at least `LEAST_DRAFT_VOCABULARY`, below which the output matrix is smaller than the
-rest of the drafter of any target in use.
+Where the spec gives no D, it follows from what the answers contain and from what an output row costs (`default_size`).
+A vocabulary covers more of the answers that it was counted from than of others: of 100,000 tokens one in twenty may be
+the only one of its id. Its size is therefore judged on answers that were not counted. The answers of each source are
+divided into four parts, and the tokens of each part looked up in the ranking of the other three
+(`AnswerCounts.unseen_coverage`, c(D)). A chain of n steps whose tokens are accepted with probability p where they have
+a draft id gives 1 + pc + ... + (pc)^n tokens per target pass, and a draft step costs as much as R + D output rows, R
+being the rest of it (`TargetFacts.rows_of_a_step`). D is where the first over the second is greatest, for the source
+that wants most, as a multiple of 64. A target of 135M parameters has R = 64,000, and one of 8B 500,000, so that D grows
+with the target. The ranking of three quarters of the answers is worse than that of all, and rare tokens are seldom
+accepted anyway: D is rather too large than too small. It is at most `DEFAULT_DRAFT_VOCABULARY`; at least
+`LEAST_DRAFT_VOCABULARY`, below which the output matrix is smaller than the rest of the drafter of any target in use.
 
 Two maps tie the vocabularies together, in the form serving engines load:
 
@@ -30,9 +33,11 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import VocabularyTooLarge
-from eyrie_api.planning.plan_work import LEAST_DRAFT_VOCABULARY, largest_draft_vocabulary
+from eyrie_api.planning.plan_work import LEAST_DRAFT_VOCABULARY, TargetFacts, largest_draft_vocabulary
 
-_LOST = 0.01
+_STEPS, _ACCEPTED = 4, 0.7
+"""n and p of the module's rule: a usual chain, and a usual drafter."""
+
 _NUM_PARTS = 4
 _MULTIPLE = 64
 """Of the size: what products of matrices are fast at, and SGLang pads to."""
@@ -151,15 +156,16 @@ class AnswerCounts:
         return {source: sum_V / sum_V[-1] for source, sum_V in covered.items()}
 
 
-def default_size(counts: AnswerCounts, always: Collection[int] = ()) -> int:
+def default_size(counts: AnswerCounts, target: TargetFacts, always: Collection[int] = ()) -> int:
     """D where the spec gives none (see the module)."""
     largest = largest_draft_vocabulary(counts.vocab_size)
     coverages = counts.unseen_coverage(always)
     if largest <= LEAST_DRAFT_VOCABULARY or not coverages:
         return largest
-    needed = max(int((covered_V < (1.0 - _LOST) * covered_V[largest - 1]).sum()) + 1
-                 for covered_V in coverages.values())
-    size = max(needed, LEAST_DRAFT_VOCABULARY, len(_forced(always, counts.vocab_size)))
+    cost_D = target.rows_of_a_step(_STEPS) + torch.arange(1, largest + 1)
+    best = max(int((sum((_ACCEPTED * covered_V[:largest]) ** step for step in range(_STEPS + 1)) / cost_D).argmax()) + 1
+               for covered_V in coverages.values())
+    size = max(best, LEAST_DRAFT_VOCABULARY, len(_forced(always, counts.vocab_size)))
     return min(largest, -(-size // _MULTIPLE) * _MULTIPLE)
 
 
