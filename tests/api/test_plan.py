@@ -25,6 +25,7 @@ from eyrie_api.planning.plan_stages import tree_shapes
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, target_directory
+from tests.house.sources import ROOT
 from tests.tiny import tiny_target
 
 MIB, TIB, TB = 2**20, 2**40, 10**12
@@ -277,6 +278,12 @@ def test_rows_of_a_local_file_are_estimated_from_its_first_lines(tmp_path: Path)
     assert (facts.rows, facts.accepted, facts.not_usable) == (9000, 1.0, ())
     assert facts.prompt_tokens == pytest.approx(len(json.dumps(asked(0))) / 4, abs=0.5)
     assert data_facts(sources(path=str(path), max_rows=10)).rows == 10
+
+
+def test_rows_of_a_packed_file_are_estimated_too() -> None:
+    facts = data_facts(sources(path=str(ROOT / "benchmarks/published/data/gsm8k_train.jsonl.gz")))
+    assert facts.rows == pytest.approx(7473, rel=0.3)
+    assert facts.prompt_tokens == pytest.approx(65, rel=0.3)
 
 
 def test_rows_that_the_job_will_not_answer_are_not_counted(tmp_path: Path) -> None:

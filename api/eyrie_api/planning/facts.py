@@ -32,7 +32,7 @@ from eyrie_api.contract.targets import (
     is_revision,
     trained_here,
 )
-from eyrie_api.data_files import SUFFIXES, data_files, is_pattern, is_remote
+from eyrie_api.data_files import GZIP, SUFFIXES, data_files, is_pattern, is_remote
 from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound
 from eyrie_api.file_rules import open_file
 from eyrie_api.planning.data_files import check_data_source, first_rows, usable_rows
@@ -328,15 +328,19 @@ def data_facts(data: DataSpec, target: Path | None = None, rules: ReadRules | No
                      source_rows=dict(zip(data.source_names, accepted, strict=True)))
 
 
+_TEXT_OF_BYTE = {".jsonl": 1.0, GZIP: 3.0}
+"""Bytes of text in a byte of a file. gzip packs conversations about so much; a plan reads no file to its end."""
+
+
 def _sample(source: DataSource, number: int, answered: bool, target: Path | None,
             rules: ReadRules | None) -> DataFacts:
     if source.path == QUICKSTART:
         return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
                          _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
     files = data_files(source.path) if local_path(source.path) is not None else []
-    if not files or any(file.suffix != ".jsonl" for file in files):
+    if not files or any(file.suffix not in _TEXT_OF_BYTE for file in files):
         return DataFacts()
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size * _TEXT_OF_BYTE[file.suffix] for file in files)
     with open_file(files[0], rules, "data file") as file:
         lines = first_rows(file, files[0].suffix, _SAMPLE_ROWS)
     if not lines:
