@@ -112,9 +112,9 @@ REASONS = (
     Reason("RunKeepsDying", "job: `Failed`",
            "The run's process was started at least 5 times within at least 5 minutes, and ended each time without "
            "getting further.",
-           "Correct the error that the log in the message names. If it names none, look for the out-of-memory killer "
-           "in the system's log and lower the stage's memory (`regenerate.concurrency`, `train.max_tokens_per_batch`). "
-           "Then `eyrie retry JOB`."),
+           "If the log in the message names an error, correct it, then `eyrie retry JOB`. If it names none, look for the "
+           "out-of-memory killer in the system's log: retry with more memory, or submit the job with a lower "
+           "`regenerate.concurrency` or `train.max_tokens_per_batch`."),
     Reason("RunTerminated", "job: `Failed`", "Somebody terminated the run in Kubeflow Pipelines.",
            "`eyrie retry JOB`: it resumes after its finished stages."),
     Reason("Suspended", "DrafterJob: `Accepted=False`, `Suspended`", "`spec.suspend` is true.",
