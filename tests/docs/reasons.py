@@ -112,8 +112,8 @@ REASONS = (
     Reason("RunKeepsDying", "job: `Failed`",
            "The run's process was started at least 5 times within at least 5 minutes, and ended each time without "
            "getting further.",
-           "If the log in the message names an error, correct it, then `eyrie retry JOB`. If it names none, look for the "
-           "out-of-memory killer in the system's log: retry with more memory, or submit the job with a lower "
+           "If the log in the message names an error, correct it, then `eyrie retry JOB`. If it names none, look for "
+           "the out-of-memory killer in the system's log: retry with more memory, or submit the job with a lower "
            "`regenerate.concurrency` or `train.max_tokens_per_batch`."),
     Reason("RunTerminated", "job: `Failed`", "Somebody terminated the run in Kubeflow Pipelines.",
            "`eyrie retry JOB`: it resumes after its finished stages."),
