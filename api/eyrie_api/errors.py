@@ -17,7 +17,7 @@ RUN_AGAIN = "run that stage and the later ones again: eyrie retry JOB --from STA
 
 
 class EyrieError(Exception):
-    """Base of every error a user may see."""
+    """Base of every error a user may see; by itself, an unexpected failure of the server."""
 
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1

@@ -26,8 +26,9 @@ REASONS = (
     Reason("AcceptanceCollapsed", "endpoint: `RolledBack`, history; job: `Serving`, `Failed`",
            "The acceptance length of live requests fell below `serve.min_acceptance_ratio` of the proven one. The "
            "revision was rejected in its canary, or the endpoint went back to the revision before.",
-           "Train on recent traffic (`promotion.drift`, `serve.record_prompts`); see that the endpoint serves the "
-           "target and the sampling that the drafter was proven with."),
+           "`eyrie endpoints history ENDPOINT` has both values. Check that the endpoint serves the target and the "
+           "sampling that the drafter was proven with. If the traffic has changed, train on recent requests "
+           "(`serve.record_prompts`, `promotion.drift`)."),
     Reason("AlreadyFinished", "DrafterJob: `Suspended=False`", "`spec.suspend` was set after the job had ended.",
            "Nothing; to stop a job, set it earlier."),
     Reason("AwaitsApproval", "job: `Promoted=False`; history",
@@ -35,12 +36,14 @@ REASONS = (
            "`eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("CanaryFailed", "endpoint: `RolledBack`, history; job: `Serving`, `Failed`",
            "Requests to the new revision failed while it had a share of them. The revision before serves.",
-           "Read the engine's log for the cause, then promote the drafter again: `eyrie endpoints promote`."),
+           "Read the engine's log for the cause (`endpoints/NAME/engines/REVISION/engine.log` in `EYRIE_HOME`, or the "
+           "pod's log), correct it, then promote again: `eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("ChecksFailed", "job: `Promoted=False`; history",
            "No drafter is promoted: a check other than one of speed failed, such as changed output or a figure that "
            "is missing.",
-           "The message names the checks; `eyrie job JOB` shows their figures. Correct what failed, or the field of "
-           "`promotion` that asks for it, and submit again."),
+           "The message names the checks; `eyrie job JOB` shows their values and thresholds. Changed output: see the "
+           "likely cause there. A missing figure: run its stage again (`eyrie retry JOB --from STAGE`). A bound that "
+           "is too strict for you: change that field of `promotion` and submit again."),
     Reason("DrafterDamaged", "endpoint: `RolledBack`, history",
            "An engine had to start, and the serving drafter's files are missing or differ from their digests. The "
            "endpoint serves the target without a drafter.",
@@ -56,19 +59,21 @@ REASONS = (
     Reason("EngineDied", "endpoint: `Serving=False`, `RolledBack`, history; job: `Serving`, `Failed`",
            "The engine's process ended. A serving one is restarted with pauses up to 30 s; a new revision is rejected, "
            "and the one before serves.",
-           "The message ends with the engine's last lines: usually memory or a port. Correct the cause; a rejected "
-           "drafter is promoted again with `eyrie endpoints promote`."),
+           "The message ends with the engine's last lines: usually memory (lower `serve.max_concurrency`) or a port "
+           "in use. Correct the cause. Promote a rejected drafter again: `eyrie endpoints promote ENDPOINT --job "
+           "JOB`."),
     Reason("FeatureUnavailable", "endpoint: `Complete=False`",
            "The cluster lacks an API that a setting of the endpoint needs; the endpoint serves without it.",
            "Install what the message names, or remove the setting."),
     Reason("HealthTimeout", "endpoint: `RolledBack`, history; job: `Serving`, `Failed`",
            "The new engine was not healthy in time; the revision before serves.",
-           "Raise `serve.health_timeout_s`, on a cluster `cluster.serving.startup_timeout_s`, if the engine's log "
-           "shows that it was still loading; else correct what the log names. Then promote again."),
+           "Read the engine's log. If it was still loading, raise `serve.health_timeout_s`, on a cluster "
+           "`cluster.serving.startup_timeout_s`; otherwise correct what the log names. Then promote again."),
     Reason("IncumbentKept", "job: `Promoted=False`; history",
            "The drafter passes, and is not faster than the one that serves by "
            "`promotion.min_speedup_over_incumbent`.",
-           "Nothing; the serving drafter stays. More data or another family may find a faster one."),
+           "Nothing; the serving drafter stays. For a faster one, train on more data or compare families "
+           "([choosing a family](../choosing_a_family.md))."),
     Reason("InvalidSpec", "DrafterJob, DraftEndpoint: `Accepted=False`; DrafterJob: `Failed`",
            "The object's `spec` breaks a rule that the schema of the resource cannot state.",
            "The message names field, value and rule; correct the object ([job reference](job.md))."),
@@ -81,32 +86,35 @@ REASONS = (
     Reason("NotFaster", "job: `Promoted=False`; history",
            "No drafter is promoted: none is faster than the target without one, or than what it had to beat, by the "
            "margins of `promotion`.",
-           "The message has the figures. Train on more data, or on the target's own "
-           "answers (`regenerate`), or compare families ([choosing a family](../choosing_a_family.md))."),
+           "The message has the figures, with the tau that would be needed at each load. Train on more data or on the "
+           "target's own answers (`regenerate`), compare families ([choosing a family](../choosing_a_family.md)), or "
+           "remove loads at which speculation cannot pay from `prove.concurrencies`."),
     Reason("NothingToServe", "endpoint: `Serving=False`", "No revision of the endpoint has been promoted.",
            "`eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("Off", "endpoint: `Serving=False`; job: `Serving=False`", "The endpoint was switched off on request.",
            "`eyrie endpoints on ENDPOINT`."),
     Reason("PipelineFailed", "job: `Failed`", "The run failed, and no stage reported a failure.",
-           "Read the run's log, on Kubeflow that of the run that the message names; then `eyrie retry JOB`."),
+           "Read the log that the message names, on Kubeflow that of the run, and correct the cause; then "
+           "`eyrie retry JOB`."),
     Reason("PromotionOff", "job: `Promoted=False`; history", "`promotion.mode` is `never`.",
            "Nothing; `eyrie endpoints promote ENDPOINT --job JOB` serves the drafter all the same."),
     Reason("ReplacingEngine", "endpoint: `Serving=False`, history",
            "The serving engine and its successor do not fit the memory together: the first is stopped before the "
            "second starts, and requests wait.",
-           "Wait; to avoid the gap, serve on a machine or GPU with memory for both."),
+           "Wait. To avoid the gap next time, serve on a machine or GPU with memory for both."),
     Reason("RolledBack", "job: `Serving`, `Failed`; history",
            "The revision was replaced by an earlier one: on request, or by the reason in the message.",
            "`eyrie endpoints history ENDPOINT` shows who and why; `eyrie endpoints promote` serves it again."),
     Reason("RunDied", "job: `Accepted`",
            "The run's process died, several times without getting further, and is started again after a pause.",
-           "Nothing, if something outside ended it (a machine that was drained, a store that did not answer); else "
-           "read the end of its log in the message."),
+           "Read the end of its log in the message. If something outside ended the process (a drained machine, a "
+           "store that did not answer), there is nothing to do; otherwise correct what the log names."),
     Reason("RunKeepsDying", "job: `Failed`",
            "The run's process was started at least 5 times within at least 5 minutes, and ended each time without "
            "getting further.",
-           "Where the log in the message names no error, look for the out-of-memory killer in the system's log; then "
-           "`eyrie retry JOB`."),
+           "If the log in the message names an error, correct it, then `eyrie retry JOB`. If it names none, look for "
+           "the out-of-memory killer in the system's log: retry with more memory, or submit the job with a lower "
+           "`regenerate.concurrency` or `train.max_tokens_per_batch`."),
     Reason("RunTerminated", "job: `Failed`", "Somebody terminated the run in Kubeflow Pipelines.",
            "`eyrie retry JOB`: it resumes after its finished stages."),
     Reason("Suspended", "DrafterJob: `Accepted=False`, `Suspended`", "`spec.suspend` is true.",
@@ -115,16 +123,16 @@ REASONS = (
            "An endpoint of that name serves another target; an endpoint keeps its target.",
            "Apply the endpoint under another name."),
     Reason("TooNoisy", "job: `Promoted=False`; history",
-           "The drafter is not shown to be faster and not shown to be slower: at a declared load the interval holds "
-           "both after `prove.most_pairs` pairs of blocks, or a required suite is too short to show that it is slower "
-           "there. What served goes on serving.",
+           "The drafter is shown neither to be faster nor to be slower: at a declared load the interval holds both "
+           "after `prove.most_pairs` pairs of blocks, or a required suite is too short to decide. What served before "
+           "continues to serve.",
            "The message says what else ran on the machine and how many pairs would be enough. Measure again when it is "
            "quiet (`eyrie retry JOB --from prove`), or submit the job with a larger `prove.most_pairs`; for a suite, "
            "with a larger `max_prompts`."),
     Reason("TrafficDrifted", "endpoint: history",
            "Acceptance stayed below `promotion.drift.ratio` of the proven one for several windows in a row.",
-           "Start the job that the entry offers (`data.job`); with `promotion.drift.action: retrain` it is started by "
-           "itself. Where none is offered, the message says what to set."),
+           "Start the job that the entry offers (`data.job`), or set `promotion.drift.action: retrain` to have it "
+           "started. If none is offered, the message says what to set, for example `serve.record_prompts`."),
 )
 """Reasons that a user may have to act on, or to understand, with what to do."""
 

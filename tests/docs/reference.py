@@ -228,7 +228,7 @@ def errors_page(text: str) -> str:
     rows = ["| reason | HTTP | exit code | meaning | what to do |", "|---|---|---|---|---|"]
     for one in errors():
         reason = f"`{one.reason}`"
-        meaning = one.meaning + (" A retry may help." if one.transient else "")
+        meaning = one.meaning + (" A retry may help." if one.transient and "retry" not in one.meaning else "")
         rows.append(f"| {reason} | {one.http_status} | {one.exit_code} | {meaning} | {actions.get(reason, '')} |")
     text = text[:begin] + "\n" + "\n".join(rows) + "\n\n" + text[end:]
     begin, end = text.index(BEGIN_REASONS) + len(BEGIN_REASONS), text.index(END_REASONS)

@@ -233,6 +233,7 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path: Path, target: Path, 
     assert run(tmp_path / "out") == 65
     assert failure(tmp_path / "out")["reason"] == reason
     assert words in failure(tmp_path / "out")["message"]
+    assert "data.max_prompt_tokens" in failure(tmp_path / "out")["hint"]
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 

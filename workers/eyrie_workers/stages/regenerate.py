@@ -213,7 +213,7 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
         why = "; ".join(f"{reason} ({count})" for reason, count in reasons)
         raise NoUsableData(f"of {summary.rows_read} rows read none remains to be answered: {summary.rows_quarantined} "
                            f"quarantined{f' ({why})' if why else ''}, {summary.rows_held_out} held out",
-                           "check data.sources, data.held_out_fraction and the quarantine's reasons")
+                           "correct data.sources, raise data.max_prompt_tokens, or lower data.held_out_fraction")
     return summary
 
 
