@@ -164,6 +164,25 @@ def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | No
     return max(known) if known and len(known) == len(sizes) else None
 
 
+def memory_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Main memory that programs of this machine may take: all of it, or what a control group of this process allows, of
+    version 2 or 1. None where it is not known."""
+    sizes: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        total = next(line for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        sizes.append(1024 * int(total.split()[1]))
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            first, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+            if controllers in ("", "memory"):
+                group = first / path.strip("/")
+                for limited in (group, *group.parents):  # a group has no more than those that it is in
+                    with contextlib.suppress(OSError, ValueError):  # "max"
+                        sizes.append(int((limited / file).read_text()))
+    return min(sizes, default=None)
+
+
 # Paths, target and data.
 
 

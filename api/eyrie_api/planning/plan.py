@@ -67,7 +67,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     store             where the job's stages exchange files; None: on this machine, or on a volume
     """
     work = PlannedWork(job, target_facts, data_facts or DataFacts())
-    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in work.stages}
+    counts: dict[str, int] = {stage: stage_gpus(job, stage, on_gpus) for stage in work.stages}
     used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected")
                               for stage in work.stages}
     stages = _stages(work, used, counts, "expected")
@@ -147,7 +147,7 @@ def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, 
     return tuple(stages)
 
 
-def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
+def stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
     """GPUs that a stage computes on together; 0: CPUs. On one machine an engine's GPUs are those of every stage."""
     placed = job.gpus[stage].num_gpus
     if placed is None:

@@ -233,16 +233,20 @@ class PlannedWork:
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
 
 
-_OTHER_MEMORY = 10**9
+OTHER_MEMORY = 10**9
 """Bytes: programs and libraries, a second copy of the embeddings, positions of the cache that are not used yet, and
 what grows while its old copy is still there."""
 
 
+def text_bytes(target: TargetFacts, dtype: str, engine: str) -> int:
+    """Keys and values of one token. The embedded engine's of a float32 target are float64 (`speculation.cache`)."""
+    return target.key_values * (8 if (dtype, engine) == ("float32", "embedded") else ELEMENT_BYTES[dtype])
+
+
 def regeneration_bytes(target: TargetFacts, weight_bytes: int, dtype: str, concurrency: int, longest: int) -> int:
     """The most memory that the embedded engine takes on a CPU to generate so many answers at once: weights, and keys
-    and values of that many texts of `longest` tokens. Those of a float32 target are float64 (`speculation.cache`)."""
-    element = 8 if dtype == "float32" else ELEMENT_BYTES[dtype]
-    return weight_bytes + concurrency * longest * target.key_values * element + _OTHER_MEMORY
+    and values of that many texts of `longest` tokens."""
+    return weight_bytes + concurrency * longest * text_bytes(target, dtype, "embedded") + OTHER_MEMORY
 
 
 def training_gpus(job: ResolvedJob) -> int:

@@ -59,11 +59,13 @@ from eyrie_api.planning.facts import (
     has_sglang,
     is_missing,
     local_path,
+    memory_here,
     read_facts,
     with_absolute_paths,
 )
 from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
-from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.main_memory import too_small_memory
+from eyrie_api.planning.plan import make_plan, stage_gpus
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import (
     LEAST_DRAFT_VOCABULARY,
@@ -188,7 +190,8 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
                            f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
                            "for a plan; a job needs no download before")
     warnings = [f"{error.message}: such a job is refused; {error.hint}"
-                for error in gpus_without_room(submission, for_other_machines=True)]
+                for error in (*gpus_without_room(submission, for_other_machines=True),
+                              *memory_without_room(submission))]
     return planned.model_copy(update={"warnings": (*warnings, *planned.warnings)})
 
 
@@ -698,6 +701,17 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
         memory_of(label) if for_other_machines and label is not None else here))
 
 
+def memory_without_room(submission: Submission) -> Sequence[EyrieError]:
+    """One error for each stage of a job of one machine that computes on CPUs and exceeds its main memory. A pod has
+    what its placement requests, which is not compared."""
+    job, facts, available = submission.job, submission.facts, memory_here()
+    if job.on_cluster or facts.sizes is None or available is None:
+        return []
+    on_gpus = facts.computes_on_gpus(job.gpus, job.serving_gpus)
+    return too_small_memory(PlannedWork(job, facts.sizes, facts.data),
+                            {stage: stage_gpus(job, stage, on_gpus) for stage in job.gpus}, available)
+
+
 def disk_without_room(submission: Submission) -> Sequence[EyrieError]:
     """An error where the disk under EYRIE_HOME has no room for what the job writes. Only lengths sampled from the data
     refuse a job: without them the plan is an upper bound, which does not prove that the job will not fit."""
@@ -711,4 +725,4 @@ def disk_without_room(submission: Submission) -> Sequence[EyrieError]:
 
 
 CAPACITY_CHECKS: tuple[Callable[[Submission], Sequence[EyrieError]], ...] = (
-    missing_here, gpus_without_room, disk_without_room)
+    missing_here, gpus_without_room, disk_without_room, memory_without_room)
