@@ -7,6 +7,8 @@
     decode              memory-bound: a step of b requests reads every weight once and yields b tokens,
                         2 b bandwidth / bytes per weight FLOP/s, until that reaches the rate of prefill
 
+Bytes per weight are those that are stored, of a quantised target too; it is computed at the rate of bfloat16.
+
 Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
 captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. A step of Eyrie's trainer
 reached 40 % on an H200 and 37 % on an H100 (docs/results/gpu.md); plans expect less, since it leaves out reading,
@@ -123,17 +125,18 @@ def known_gpu(label: str | None) -> Gpu | None:
                                             for part in gpu.labels)), None)
 
 
-def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: int,
-              active_share: float) -> Rates:
+def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: float,
+              active_share: float, compute_bytes: int = 2) -> Rates:
     """Rates of a stage.
 
-    num_gpus      of all its servers or processes together
-    tp_size       of one server: one request at a time uses so many
-    batch         requests at once that the job asks for, over all servers
-    weight_bytes  of one weight
-    active_share  of a mixture's weights, those that compute one token; a batch reads all of them
+    num_gpus       of all its servers or processes together
+    tp_size        of one server: one request at a time uses so many
+    batch          requests at once that the job asks for, over all servers
+    weight_bytes   of one weight, as it is read
+    active_share   of a mixture's weights, those that compute one token; a batch reads all of them
+    compute_bytes  of one value in the products
     """
-    peak = gpu.tflops * 1e3 * 2 / weight_bytes  # float32 computes at half of bfloat16 at best
+    peak = gpu.tflops * 1e3 * 2 / compute_bytes  # float32 computes at half of bfloat16 at best
     prefill = peak * _PREFILL[speed]
     reads = 2 * gpu.gb_per_s * _BANDWIDTH[speed] / weight_bytes
     in_flight = min(max(1.0, batch / num_gpus), _BATCH[speed])

@@ -170,7 +170,7 @@ def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -
 def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
     return gpu_rates(
         known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
-        weight_bytes=ELEMENT_BYTES[work.job.target.dtype],
+        weight_bytes=work.weight_bytes / work.target.parameters, compute_bytes=ELEMENT_BYTES[work.job.target.dtype],
         active_share=work.target.active_parameters / work.target.parameters)
 
 
@@ -289,7 +289,8 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
         say("target weights", round(weights, 2), unit,
-            "the checkpoint's files, which SGLang loads quantised" if target.quantised_bytes is not None else
+            "as SGLang loads them quantised: the files, else their index, else config.json"
+            if target.quantised_bytes is not None else
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
     if not job.spec.trains:
         return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))

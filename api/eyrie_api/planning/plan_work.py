@@ -62,6 +62,35 @@ class Experts:
     """Of them, computed for a token."""
 
     intermediate_size: int
+    shared_size: int = 0
+    """Width of the MLP that every token passes besides."""
+
+    dense_layers: int = 0
+    """Layers with one MLP of the target's `intermediate_size` in place of experts."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): a token's keys and values are one short vector."""
+
+    query_rank: int | None
+    """None: queries are not compressed."""
+
+    rank: int
+    rotated: int
+    """Elements of a key that all heads share."""
+
+    plain: int
+    """Elements of each head's key without positions."""
+
+    value: int
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Weights of one layer."""
+        queries, rank = num_heads * (self.plain + self.rotated), self.query_rank
+        return (hidden_size * queries if rank is None else rank * (hidden_size + queries)) + (
+            hidden_size * (self.rank + self.rotated)
+            + num_heads * (self.rank * (self.plain + self.value) + self.value * hidden_size))
 
 
 @dataclass(frozen=True)
@@ -79,13 +108,15 @@ class TargetFacts(DecoderSizes):
     experts: Experts | None = None
     """None: dense."""
 
+    latent: LatentAttention | None = None
+    """None: keys and values of every head."""
+
     quantised_bytes: int | None = None
     """Of the weights as SGLang loads them, where it serves a quantised target."""
 
     @property
     def parameters(self) -> int:
-        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, norms. Shared experts, dense layers of a
-        mixture, and routers are left out."""
+        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, routers, norms."""
         return self._parameters(self.experts.number if self.experts else 1)
 
     @property
@@ -93,12 +124,27 @@ class TargetFacts(DecoderSizes):
         """Of them, those that compute one token."""
         return self._parameters(self.experts.active if self.experts else 1)
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Of embedding and output matrix, which no method quantises."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def key_values(self) -> int:
+        """Keys and values of one token in all layers."""
+        return super().key_values if self.latent is None else self.num_layers * (self.latent.rank + self.latent.rotated)
+
     def _parameters(self, num_mlps: int) -> int:
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        width = self.experts.intermediate_size if self.experts else self.intermediate_size
-        layer = (self.attention_parameters(self.hidden_size) + num_mlps * self.mlp_parameters(width)
-                 + 2 * self.hidden_size)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        experts, hidden = self.experts, self.hidden_size
+        attention = (self.attention_parameters(hidden) if self.latent is None
+                     else self.latent.parameters(hidden, self.num_heads))
+        mlps = self.num_layers * self.mlp_parameters(self.intermediate_size)
+        if experts is not None:
+            mixture = (num_mlps * self.mlp_parameters(experts.intermediate_size)
+                       + self.mlp_parameters(experts.shared_size) + hidden * experts.number)
+            mlps = (experts.dense_layers * self.mlp_parameters(self.intermediate_size)
+                    + (self.num_layers - experts.dense_layers) * mixture)
+        return self.embedding_parameters + self.num_layers * (attention + 2 * hidden) + mlps + hidden
 
     def trained_drafter(self, candidate: Candidate, aux_layers: Sequence[int] = ()) -> TrainedDrafter:
         """A candidate's drafter, and what its training reads of this target; `aux_layers` are the job's, for a
