@@ -1,18 +1,21 @@
 """Plans of targets that need several GPUs or are quantised, against arithmetic that is done here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.plans import LLAMA_8B, QWEN_235B
+from benchmarks.plans import LLAMA_8B, QWEN_235B, served_by_sglang
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.errors import GpuTooSmall, InvalidInput
 from eyrie_api.planning.facts import facts_of
+from eyrie_api.planning.hardware import fitting_sizes, undivided
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
-from eyrie_api.planning.preflight import plan
+from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.resolve import derive
 from eyrie_api.planning.target_files import INDEX
 from eyrie_api.settings import Settings
@@ -79,3 +82,66 @@ def test_a_quantised_target_is_planned_with_the_bytes_that_sglang_loads(cluster:
     index = {"metadata": {"total_size": 236_400_000_000}, "weight_map": {"a": "not-here.safetensors"}}
     (tmp_path / "models--org--large/snapshots/main" / INDEX).write_text(json.dumps(index))
     assert weights() == 236.4
+
+
+def test_decoding_reads_the_bytes_of_a_quantised_target_and_computes_its_active_experts() -> None:
+    spec = job(tp_size=4, regenerate={"concurrency": 24, "max_new_tokens": 512})
+    regenerate = stage(planned(spec, served_by_sglang(QWEN_235B)), "regenerate")
+    rows = spec.data.max_conversations * (1 - spec.data.held_out_fraction)
+    # Two servers with twelve requests each; a step of a server reads all weights with four GPUs, of whose bandwidth
+    # 0.6 is reached and 0.9 left by each doubling.
+    bandwidth = 4 * 0.9**2 * 0.6 * 4800e9
+    answers_s = rows * 500 / (2 * 12 / (236.4e9 / bandwidth))
+    prompts_s = rows * 250 * 2 * 22.19e9 / (8 * 0.9**2 * 0.4 * 989e12)
+    start_s = 60 + 236.4e9 / 2e9
+    assert regenerate.hours * 3600 == pytest.approx(answers_s + prompts_s + start_s, rel=0.01)
+
+
+# Tensor parallelism.
+
+
+def test_a_target_that_no_gpu_holds_is_refused_with_the_smallest_number_of_them_that_does(cluster: Settings) -> None:
+    with pytest.raises(GpuTooSmall, match=r"engine\.tp_size is 1: the target's weights are 220\.\d GiB, and 1 x "
+                       r"NVIDIA-H200 has 141\.0 GiB, of which SGLang takes 124\.1 GiB") as refused:
+        check(job(), cluster)
+    assert refused.value.hint.startswith("set engine.tp_size to 2 or more")
+    check(job(tp_size=2), cluster)
+
+
+def test_gpus_that_would_divide_a_block_of_scales_are_refused_with_the_numbers_that_do_not(cluster: Settings) -> None:
+    with pytest.raises(InvalidInput, match=r"engine\.tp_size 8 does not divide the target's moe_intermediate_size 1536 "
+                       r"into whole blocks of 128 \(weight_block_size\)") as refused:
+        check(job(tp_size=8), cluster)
+    assert refused.value.hint == "use a number that does: 1, 2, 4"
+
+
+@pytest.mark.parametrize(("changes", "tp_size", "what"), [
+    ({}, 16, None), ({}, 32, "intermediate_size 14336"), ({"block": None}, 32, None),
+    ({"intermediate_size": 14_400}, 1, "intermediate_size 14400"),
+    ({"head_dim": 64, "intermediate_size": 16_384}, 8, "8 key-value heads into whole blocks"),
+    ({"num_kv_heads": 3}, 2, "3 key-value heads"), ({}, 3, "32 attention heads")])
+def test_heads_and_whole_blocks_are_divided_among_the_gpus_of_a_server(
+        changes: dict[str, Any], tp_size: int, what: str | None) -> None:
+    facts = replace(replace(LLAMA_8B, block=(128, 128)), **changes)
+    found = undivided(facts, tp_size)
+    assert found is None if what is None else found is not None and what in found
+    assert (tp_size in fitting_sizes(facts)) == (what is None)
+
+
+def test_a_stage_with_fewer_gpus_than_one_server_takes_is_refused(cluster: Settings) -> None:
+    placed: dict[str, Any] = {"every": {"num_gpus": 8, "gpu_type": H200}, "stages": {"tune": {"num_gpus": 2}}}
+    with pytest.raises(InvalidInput, match=r"engine\.tp_size is 4 and tune has 2 GPUs") as refused:
+        check(job(tp_size=4, placement=placed), cluster)
+    assert "give it 4 or more" in refused.value.hint
+    placed["stages"] = {"train": {"num_gpus": 1}}
+    check(job(tp_size=4, placement=placed), cluster)
+
+
+def test_the_hours_of_every_stage_with_servers_follow_the_gpus_of_one_server() -> None:
+    hours = {size: {one.stage: one.hours for one in planned(job(tp_size=size)).stages} for size in (1, 2, 4, 8)}
+    for name in ("regenerate", "tune", "prove"):  # fewer and larger servers read the weights for more requests
+        assert hours[1][name] > hours[2][name] > hours[4][name] > hours[8][name]
+    assert hours[8]["benchmark"] > hours[1]["benchmark"], "one checkpoint at a time in place of eight"
+    assert hours[8]["train"] == hours[1]["train"]
+    one, four = (stage(planned(job(tp_size=size), served_by_sglang(QWEN_235B)), "capture").hours for size in (1, 4))
+    assert four > one, "four GPUs together have less than four times the rate of one"

@@ -39,6 +39,7 @@ from eyrie_api.planning.data_files import check_data_source, first_rows, usable_
 from eyrie_api.planning.hardware import memory_of
 from eyrie_api.planning.placement import read_profile
 from eyrie_api.planning.plan_work import DataFacts, Experts, LatentAttention, TargetFacts
+from eyrie_api.planning.quantised import scale_block
 from eyrie_api.planning.target_config import check_size, has_tied_embeddings, language_model
 from eyrie_api.planning.target_files import read_object, template_refusals
 from eyrie_api.settings import Settings
@@ -327,7 +328,7 @@ def facts_of(config: Mapping[str, Any], file: str) -> TargetFacts:
             figure("q_lora_rank") if config.get("q_lora_rank") else None, figure("kv_lora_rank"),
             figure("qk_rope_head_dim"), figure("qk_nope_head_dim"), figure("v_head_dim"))
     return TargetFacts(
-        experts=experts, latent=latent,
+        experts=experts, latent=latent, block=scale_block(config),
         hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),

@@ -158,18 +158,20 @@ def stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
 def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
     if not num_gpus:
         return Rates()
-    spec = work.spec
+    spec, tp_size = work.spec, 1 if stage == "train" else work.spec.engine.tp_size
     # Checkpoints and data are divided over all GPUs; settings and loads are measured with one server at a time.
-    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
-    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
-             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.concurrencies, default=1)}
-    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together,
-                      together if stage == "benchmark" else spec.engine.tp_size, int(loads.get(stage, 1)))
+    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else tp_size
+    servers = max(1, together // tp_size)
+    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": servers * max(spec.benchmark.concurrencies),
+             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.concurrencies)}
+    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together, tp_size, int(loads.get(stage, 1)),
+                      servers if stage == "benchmark" else 1)
 
 
-def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
+def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int,
+               num_alone: int = 1) -> Rates:
     return gpu_rates(
-        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
+        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch, num_alone=num_alone,
         weight_bytes=work.weight_bytes / work.target.parameters, compute_bytes=ELEMENT_BYTES[work.job.target.dtype],
         active_share=work.target.active_parameters / work.target.parameters)
 

@@ -111,6 +111,9 @@ class TargetFacts(DecoderSizes):
     latent: LatentAttention | None = None
     """None: keys and values of every head."""
 
+    block: tuple[int, int] | None = None
+    """Rows and columns of the blocks that share a scale (`weight_block_size`); None: not quantised in blocks."""
+
     quantised_bytes: int | None = None
     """Of the weights as SGLang loads them, where it serves a quantised target."""
 

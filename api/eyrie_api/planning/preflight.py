@@ -63,7 +63,7 @@ from eyrie_api.planning.facts import (
     read_facts,
     with_absolute_paths,
 )
-from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
+from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus, undivided
 from eyrie_api.planning.main_memory import too_small_memory
 from eyrie_api.planning.plan import make_plan, stage_gpus
 from eyrie_api.planning.plan_stages import ObjectStore
@@ -513,21 +513,24 @@ def target_files_are_whole(submission: Submission) -> None:
 
 
 def heads_are_divided(submission: Submission) -> None:
-    """The GPUs of one server divide the target's attention heads."""
-    if submission.facts.sizes is not None:
-        check_heads(submission.job.spec.engine.tp_size, submission.facts.sizes)
+    """The GPUs of one server divide the target, and each stage with servers has as many."""
+    job, facts = submission.job, submission.facts.sizes
+    tp_size = job.spec.engine.tp_size
+    if facts is not None and job.spec.engine.kind == "sglang":
+        check_divided(tp_size, facts)
+    without_servers = ("capture", "train", *(() if job.spec.regenerate.engine is None else ("regenerate",)))
+    for stage, placed in job.gpus.items():
+        if stage in job.spec.stages and stage not in without_servers and 0 < (placed.num_gpus or 0) < tp_size:
+            raise InvalidInput(f"engine.tp_size is {tp_size} and {stage} has {placed.num_gpus} GPUs "
+                               "(placement.num_gpus)", f"give it {tp_size} or more, or lower engine.tp_size")
 
 
-def check_heads(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
-    """Raises InvalidInput when so many GPUs cannot divide the target's heads; `field` gives their number."""
-    # Fewer key-value heads than GPUs are repeated; more must divide evenly, as attention heads must.
-    repeated = facts.num_kv_heads < tp_size
-    left = tp_size % facts.num_kv_heads if repeated else facts.num_kv_heads % tp_size
-    for name, number, rest in (("attention", facts.num_heads, facts.num_heads % tp_size),
-                               ("key-value", facts.num_kv_heads, left)):
-        if rest:
-            raise InvalidInput(f"{field} {tp_size} does not divide the target's {number} {name} heads",
-                               f"use a number that does: {', '.join(map(str, fitting_sizes(facts)))}")
+def check_divided(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
+    """Raises InvalidInput when so many GPUs cannot divide the target; `field` gives their number."""
+    if (what := undivided(facts, tp_size)) is not None:
+        sizes = ", ".join(map(str, fitting_sizes(facts)))
+        raise InvalidInput(f"{field} {tp_size} does not divide {what}",
+                           f"use a number that does: {sizes}" if sizes else "give the unquantised model")
 
 
 def layers_have_sglang_ids(submission: Submission) -> None:
@@ -595,7 +598,7 @@ def hardware_profiles_exist(submission: Submission) -> None:
         if facts is None or not num_gpus:
             continue
         if spec.engine.kind == "sglang":
-            check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
+            check_divided(num_gpus, facts, f"{field}.placement.num_gpus")
         device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
         if quantisation_config(submission.facts.config) is not None:
             weights = submission.weight_bytes(spec.engine.kind) or 0
