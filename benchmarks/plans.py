@@ -155,6 +155,7 @@ def _table(plan: Plan) -> str:
                  "", f"After the job its files cost {plan.store_month_cost:,.0f} a month until `eyrie storage --clean` "
                  "removes the states."]
     words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
+    words += [f"- {one.stage}: {one.hint}" for one in plan.stages if one.hint]
     words += [f"- {warning}" for warning in plan.warnings]
     return "\n".join(rows + words) + "\n"
 

@@ -18,6 +18,7 @@ from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.resolve import derive
 from eyrie_api.planning.target_files import INDEX
+from eyrie_api.quantities import duration
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec
 from tests.api.test_preflight import on_cluster
@@ -105,6 +106,8 @@ def test_a_target_that_no_gpu_holds_is_refused_with_the_smallest_number_of_them_
                        r"NVIDIA-H200 has 141\.0 GiB, of which SGLang takes 124\.1 GiB") as refused:
         check(job(), cluster)
     assert refused.value.hint.startswith("set engine.tp_size to 2 or more")
+    assert not plan(job(), cluster).possible
+    assert plan(job(tp_size=2), cluster).possible
     check(job(tp_size=2), cluster)
 
 
@@ -145,3 +148,29 @@ def test_the_hours_of_every_stage_with_servers_follow_the_gpus_of_one_server() -
     assert hours[8]["train"] == hours[1]["train"]
     one, four = (stage(planned(job(tp_size=size), served_by_sglang(QWEN_235B)), "capture").hours for size in (1, 4))
     assert four > one, "four GPUs together have less than four times the rate of one"
+
+
+# What limits a stage.
+
+
+def test_requests_at_once_that_limit_regeneration_are_named_with_the_hours_of_as_many_as_memory_holds() -> None:
+    few = stage(planned(job()), "regenerate")
+    many = stage(planned(job(regenerate={"concurrency": 512})), "regenerate")
+    assert (few.bound_by, few.hint) == (
+        "requests at once", f"regenerate.concurrency is 24; with 512 regenerate takes {duration(3600 * many.hours)} in "
+        f"place of {duration(3600 * few.hours)}")
+    assert (many.bound_by, many.hint) == ("memory bandwidth", "")
+    assert many.hours < 0.8 * few.hours
+
+
+def test_other_limits_are_named_with_the_field_that_changes_them() -> None:
+    whole = planned(job(capture={"codec": "bfloat16"}, benchmark={"max_new_tokens": 1024}))
+    hints = {one.stage: one.hint for one in whole.stages}
+    assert hints["capture"].startswith("capture.codec is bfloat16; with int4 capture takes ")
+    assert hints["benchmark"].startswith("benchmark.max_new_tokens is 1024; with 256 benchmark takes ")
+    assert hints["tune"].startswith("engine.tp_size is 1; with 8 tune takes ")
+    assert {one.hint for one in make_plan(derive(job_spec()), LLAMA_8B, None).stages} == {""}, "on CPUs"
+
+
+def test_an_object_store_is_not_compared_with_the_disk_of_the_machine_that_plans(cluster: Settings) -> None:
+    assert plan(job(tp_size=4), cluster).fits_disk is None

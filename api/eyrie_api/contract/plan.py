@@ -62,8 +62,11 @@ class StagePlan(Frozen):
     """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price. Of a hardware
     profile, hours at its own price."""
 
-    bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
+    bound_by: Literal["", "compute", "memory bandwidth", "requests at once", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
+
+    hint: str = ""
+    """A field that limits the stage, and its hours with another value; empty where none would shorten it by much."""
 
     store: StoreUse | None = None
     """None where files are exchanged on one machine or a volume."""
@@ -174,6 +177,10 @@ class Plan(Frozen):
 
     present: Present | None = None
     """None: no earlier job has answers of this one."""
+
+    possible: bool = True
+    """False: a job like this is refused, because memory or disk are too small; warnings say why. GPUs or an SGLang that
+    are missing on the machine that plans do not count."""
 
     bottleneck: str = ""
     """The stage that takes most of the time, its share, and what limits it."""

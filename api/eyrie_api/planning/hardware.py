@@ -100,8 +100,10 @@ ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
 _PREFILL = {"low": 0.25, "expected": 0.40, "high": 0.50}
 _TRAINING = {"low": 0.20, "expected": 0.35, "high": 0.45}
 _BANDWIDTH = {"low": 0.45, "expected": 0.60, "high": 0.75}
-_BATCH = {"low": 32, "expected": 64, "high": 128}
+BATCH = 64
 """Requests that the memory of a GPU holds at once, beyond what the job asks for."""
+
+_BATCH = {"low": BATCH // 2, "expected": BATCH, "high": 2 * BATCH}
 
 _DOUBLED = {"low": 0.8, "expected": 0.9, "high": 0.95}
 """What each doubling of a server's GPUs leaves of their rate: the all-reduces of every layer. Assumed."""

@@ -7,7 +7,7 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.benchmark import RivalSpec
@@ -19,7 +19,16 @@ from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
-from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
+from eyrie_api.planning.hardware import (
+    ASSUMED,
+    BATCH,
+    Rates,
+    Speed,
+    fitting_sizes,
+    gpu_rates,
+    known_gpu,
+    start_seconds,
+)
 from eyrie_api.planning.needed_tau import plan_needed_tau
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
@@ -74,7 +83,8 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in work.stages},
                               counts, speed) for speed in ("low", "high"))
-        stages = tuple(_on_gpus(work, plan, counts[plan.stage], gpu_hour_prices or {}, (least.hours, most.hours))
+        stages = tuple(_on_gpus(work, _with_hint(work, plan, counts), counts[plan.stage],
+                                gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
                        for plan, least, most in zip(stages, fast, slow, strict=True))
     else:
@@ -92,7 +102,8 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
                         "figures here; name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS")
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
-        warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+        warnings.append(f"the job needs {size(total)} on disk and {size(free_bytes or 0)} are free: lower "
+                        "data.max_conversations or capture.max_length, or set capture.codec int4")
     if not work.within_budget:
         fits = False
     present = _present(work)
@@ -136,15 +147,55 @@ def _description(family: str) -> str:
 
 def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
             speed: Speed) -> tuple[StagePlan, ...]:
-    """At these rates, with the starts of those that compute on GPUs."""
+    """At these rates."""
+    return tuple(_stage(work, stage, rates[stage], counts, speed) for stage in work.stages)
+
+
+def _stage(work: PlannedWork, stage: StageKey, rates: Rates, counts: Mapping[str, int], speed: Speed) -> StagePlan:
+    """With its starts, where it computes on GPUs."""
     plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
              "tune": plan_tune, "prove": plan_prove}
-    started, stages = starts(work, counts), []
-    for stage in work.stages:
-        plan = plans[stage](work, rates[stage])
-        start_s = started.get(stage, 0) * start_seconds(work, stage, speed)
-        stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
-    return tuple(stages)
+    plan = plans[stage](work, rates)
+    start_s = starts(work, counts).get(stage, 0) * start_seconds(work, stage, speed)
+    return plan.model_copy(update={"hours": plan.hours + start_s / 3600})
+
+
+_SHORTER = 0.8
+"""Of a stage's hours: what a change leaves at most that a hint names."""
+
+_LONG_ANSWER = 256
+"""Tokens, with which speed is measured as well as with more."""
+
+
+def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int]) -> StagePlan:
+    """With the first field that shortens the stage by much, and its hours with another value."""
+    for field, value in _changes(work, plan, counts[plan.stage]):
+        section, name = field.split(".")
+        before, stage = getattr(work.spec, section), plan.stage
+        spec = work.spec.model_copy(update={section: before.model_copy(update={name: value})})
+        other = PlannedWork(work.job.model_copy(update={"spec": spec}), work.target, work.data)
+        rates = _rates_of(other, stage, counts[stage], "expected")  # type: ignore[arg-type]
+        hours = _stage(other, stage, rates, counts, "expected").hours  # type: ignore[arg-type]
+        if hours < _SHORTER * plan.hours:
+            return plan.model_copy(update={
+                "hint": f"{field} is {getattr(before, name)}; with {value} {stage} takes {duration(3600 * hours)} in "
+                        f"place of {duration(3600 * plan.hours)}",
+                "bound_by": "requests at once" if name == "concurrency" else plan.bound_by})
+    return plan
+
+
+def _changes(work: PlannedWork, plan: StagePlan, num_gpus: int) -> Iterator[tuple[str, object]]:
+    """Values of fields that may shorten a stage on GPUs."""
+    spec, tp_size = work.spec, work.spec.engine.tp_size
+    if plan.stage == "regenerate" and plan.bound_by == "memory bandwidth":
+        yield "regenerate.concurrency", max(1, num_gpus // tp_size) * tp_size * BATCH
+    if plan.bound_by == "storage" and spec.capture.codec != "int4":
+        yield "capture.codec", "int4"
+    if plan.stage == "benchmark" and spec.benchmark.max_new_tokens > _LONG_ANSWER:
+        yield "benchmark.max_new_tokens", _LONG_ANSWER
+    if plan.stage in ("tune", "prove") and spec.engine.kind == "sglang":  # one server at a time
+        larger = [number for number in fitting_sizes(work.target) if tp_size < number <= num_gpus]
+        yield from (("engine.tp_size", number) for number in larger[-1:])
 
 
 def stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
@@ -243,11 +294,11 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
         warnings.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
     capture = work.spec.capture
     if not work.within_budget:
-        warnings.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
-                        f"{work.supervised} answer need more")
+        warnings.append(f"no codec fits capture.max_bytes {size(capture.max_bytes or 0)}: {work.captured:,} tokens of "
+                        f"which {work.supervised:,} answer need more; raise it, or lower data.max_conversations")
     elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
         warnings.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
-                        f"capture.max_bytes {capture.max_bytes}")
+                        f"capture.max_bytes {size(capture.max_bytes or 0)}")
     if work.prompt + work.answer > work.spec.capture.max_length:
         warnings.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                         f"{work.spec.capture.max_length}")

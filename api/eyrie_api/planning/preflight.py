@@ -189,10 +189,10 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
                            "no model hub, so its sizes are unknown",
                            f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
                            "for a plan; a job needs no download before")
-    warnings = [f"{error.message}: such a job is refused; {error.hint}"
-                for error in (*gpus_without_room(submission, for_other_machines=True),
-                              *memory_without_room(submission))]
-    return planned.model_copy(update={"warnings": (*warnings, *planned.warnings)})
+    too_small = (*gpus_without_room(submission, for_other_machines=True), *memory_without_room(submission))
+    warnings = [f"{error.message}: such a job is refused; {error.hint}" for error in too_small]
+    return planned.model_copy(update={"warnings": (*warnings, *planned.warnings),
+                                      "possible": not (too_small or disk_without_room(submission))})
 
 
 def _checked(spec: JobSpec, settings: Settings, rules: ReadRules | None,
@@ -214,9 +214,11 @@ def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
     on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
     if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
         sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
-    planned = make_plan(job, sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
-                        data_facts=_with_what_is_present(facts.data, job, settings, earlier),
-                        gpu_hour_prices=settings.prices, store=_object_store(submission))
+    store = _object_store(submission)
+    # What a store holds is on no disk of this machine.
+    planned = make_plan(job, sizes, None if store else free_bytes(settings.home), rates=rates(settings),
+                        on_gpus=on_gpus, data_facts=_with_what_is_present(facts.data, job, settings, earlier),
+                        gpu_hour_prices=settings.prices, store=store)
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
         ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
@@ -721,8 +723,8 @@ def disk_without_room(submission: Submission) -> Sequence[EyrieError]:
     planned, home = submission.job.plan, submission.settings.home
     if planned is None or planned.fits_disk is not False or submission.facts.data.prompt_tokens is None:
         return []
-    return [DiskTooSmall(f"the job needs about {planned.total_bytes_on_disk / 2**30:.1f} GiB under {home} and "
-                         f"{free_bytes(home) / 2**30:.1f} GiB are free",
+    return [DiskTooSmall(f"the job needs about {size(planned.total_bytes_on_disk)} under {home} and "
+                         f"{size(free_bytes(home))} are free",
                          "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
                          "capture.final_state topk, or set EYRIE_HOME to a larger disk")]
 
