@@ -156,6 +156,7 @@ def _table(plan: Plan) -> str:
                  "removes the states."]
     words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
     words += [f"- {one.stage}: {one.hint}" for one in plan.stages if one.hint]
+    words += [] if plan.serving is None else [f"- serving: {plan.serving.words}"]
     words += [f"- {warning}" for warning in plan.warnings]
     return "\n".join(rows + words) + "\n"
 

@@ -24,6 +24,7 @@ from tests.api.samples import job_spec
 from tests.api.test_preflight import on_cluster
 
 H200 = "NVIDIA-H200"
+GIB = 2**30
 DATA = DataFacts(20_000, 250.0, 500.0, "a sample")
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129_280,
@@ -174,3 +175,45 @@ def test_other_limits_are_named_with_the_field_that_changes_them() -> None:
 
 def test_an_object_store_is_not_compared_with_the_disk_of_the_machine_that_plans(cluster: Settings) -> None:
     assert plan(job(tp_size=4), cluster).fits_disk is None
+
+
+# Serving.
+
+
+def test_the_endpoint_holds_as_many_users_as_are_left_room_by_target_and_drafter() -> None:
+    serving = planned(job(1)).serving
+    assert serving is not None
+    assert serving.available_bytes == int(141 * GIB * 0.88)
+    layer = 4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14_336
+    assert serving.weight_bytes == pytest.approx(2 * (2 * 128_256 * 4096 + 32 * layer), rel=1e-4)
+    # Fusion of three layers, a layer with twice the input, 32,768 draft tokens.
+    drafter = 3 * 4096**2 + 2 * 4096 * (32 + 2 * 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 14_336 + 32_768 * 4096
+    assert serving.drafter_bytes == 2 * drafter
+    assert serving.user_bytes == 4096 * 2 * (32 + 1) * 8 * 128 * 2
+    left = serving.available_bytes - serving.weight_bytes - serving.drafter_bytes
+    assert serving.users_that_fit == left // serving.user_bytes
+    assert (serving.users, serving.update_gpus, serving.context_tokens) == (4, 2, 4096)
+    longer = planned(job(1, data={"sources": [{"path": "org/chats"}], "max_prompt_tokens": 30_000})).serving
+    assert longer is not None
+    assert longer.context_tokens == 30_000 + job().regenerate.max_new_tokens
+
+
+def test_keys_and_values_are_repeated_where_there_are_fewer_heads_than_gpus_and_latent_ones_on_every_gpu() -> None:
+    def user(config: dict[str, Any], tp_size: int) -> int:
+        serving = planned(job(tp_size=tp_size), served_by_sglang(config)).serving
+        assert serving is not None
+        return serving.user_bytes
+
+    assert user(QWEN_235B, 2) == user(QWEN_235B, 4) == 4096 * 2 * (94 + 1) * 4 * 128 * 2
+    assert user(QWEN_235B, 8) == 2 * user(QWEN_235B, 4)
+    assert user(DEEPSEEK_V3, 8) == 8 * 4096 * (61 + 1) * 576 * 2
+
+
+def test_users_that_do_not_fit_are_warned_of_and_what_is_not_served_has_no_memory() -> None:
+    crowded = planned(job(2, tp_size=2, prove={"concurrencies": [1, 512]}), served_by_sglang(QWEN_235B))
+    assert crowded.serving is not None
+    assert 0 < crowded.serving.users_that_fit < 512
+    assert any(warning.startswith(f"{crowded.serving.users_that_fit} of the 512 declared users fit the endpoint")
+               for warning in crowded.warnings)
+    assert planned(job(promotion={"mode": "never"})).serving is None
+    assert make_plan(derive(job_spec()), LLAMA_8B, None).serving is None

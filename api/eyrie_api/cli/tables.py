@@ -286,6 +286,8 @@ def plan_view(plan: Plan) -> RenderableType:
     parts += _needed_tau_view(plan.needed_tau)
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
+    if plan.serving is not None:
+        parts.append(Text(f"serving: {plan.serving.words}"))
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
     if not plan.possible:

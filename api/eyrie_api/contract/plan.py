@@ -152,6 +152,33 @@ class Present(Frozen):
     """The same as a sentence."""
 
 
+class ServingMemory(Frozen):
+    """GPU memory of one engine of the endpoint."""
+
+    num_gpus: int
+    gpu_type: str
+    available_bytes: int
+    """Of all its GPUs, for weights and for keys and values."""
+
+    weight_bytes: int
+    """Of the target."""
+
+    drafter_bytes: int
+    user_bytes: int
+    """Keys and values of one user's context, on all GPUs together."""
+
+    context_tokens: int
+    users: int
+    """Declared: the highest of `prove.concurrencies`."""
+
+    users_that_fit: int
+    update_gpus: int
+    """That hold the serving engine and, next to it, the one with a new drafter."""
+
+    words: str
+    """The same as a sentence."""
+
+
 class Plan(Frozen):
     """Tokens, bytes and hours by stage, with every assumption named."""
 
@@ -177,6 +204,9 @@ class Plan(Frozen):
 
     present: Present | None = None
     """None: no earlier job has answers of this one."""
+
+    serving: ServingMemory | None = None
+    """None: nothing is served on GPUs, or their memory is not known."""
 
     possible: bool = True
     """False: a job like this is refused, because memory or disk are too small; warnings say why. GPUs or an SGLang that

@@ -16,7 +16,7 @@ from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
-from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
+from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StagePlan
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.hardware import (
@@ -55,6 +55,7 @@ from eyrie_api.planning.plan_work import (
     training_gpus,
     training_on_gpus,
 )
+from eyrie_api.planning.serving_memory import serving_memory
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import duration, size
@@ -65,7 +66,8 @@ _LITTLE_OF_THE_UNION = 0.5
 
 def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
-              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
+              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None,
+              gpu_memory: int | None = None) -> Plan:
     """The cost of a job with all its candidates for a target, stage by stage.
 
     free_bytes        free space where the job would write, None when unknown
@@ -74,6 +76,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     on_gpus           whether the job computes on GPUs although it requests none: those of its machine
     gpu_hour_prices   by node label of the type
     store             where the job's stages exchange files; None: on this machine, or on a volume
+    gpu_memory        bytes of a GPU of this machine, for those that the job names no type of
     """
     work = PlannedWork(job, target_facts, data_facts or DataFacts())
     counts: dict[str, int] = {stage: stage_gpus(job, stage, on_gpus) for stage in work.stages}
@@ -83,7 +86,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in work.stages},
                               counts, speed) for speed in ("low", "high"))
-        stages = tuple(_on_gpus(work, _with_hint(work, plan, counts), counts[plan.stage],
+        stages = tuple(_on_gpus(work, _with_hint(work, plan, counts, gpu_memory), counts[plan.stage],
                                 gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
                        for plan, least, most in zip(stages, fast, slow, strict=True))
@@ -109,6 +112,10 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     present = _present(work)
     hours, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
     limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
+    serving = _serving(work, counts["prove"], gpu_memory)
+    if serving is not None and serving.users_that_fit < serving.users:
+        warnings.append(f"{serving.users_that_fit} of the {serving.users} declared users fit the endpoint: "
+                        f"{serving.words.partition('; ')[0]}; raise engine.tp_size, or lower prove.concurrencies")
     costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
@@ -130,7 +137,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
                *map(_description, job.families),
                *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from {_source(drafter)}"
                  for drafter in job.brought)),
-        fits_disk=fits, candidate_rows=work.candidate_rows)
+        fits_disk=fits, candidate_rows=work.candidate_rows, serving=serving)
 
 
 def _source(drafter: RivalSpec) -> str:
@@ -167,9 +174,9 @@ _LONG_ANSWER = 256
 """Tokens, with which speed is measured as well as with more."""
 
 
-def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int]) -> StagePlan:
+def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int], gpu_memory: int | None) -> StagePlan:
     """With the first field that shortens the stage by much, and its hours with another value."""
-    for field, value in _changes(work, plan, counts[plan.stage]):
+    for field, value in _changes(work, plan, counts[plan.stage], gpu_memory):
         section, name = field.split(".")
         before, stage = getattr(work.spec, section), plan.stage
         spec = work.spec.model_copy(update={section: before.model_copy(update={name: value})})
@@ -184,11 +191,13 @@ def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int]) ->
     return plan
 
 
-def _changes(work: PlannedWork, plan: StagePlan, num_gpus: int) -> Iterator[tuple[str, object]]:
+def _changes(work: PlannedWork, plan: StagePlan, num_gpus: int, gpu_memory: int | None) -> Iterator[tuple[str, object]]:
     """Values of fields that may shorten a stage on GPUs."""
     spec, tp_size = work.spec, work.spec.engine.tp_size
     if plan.stage == "regenerate" and plan.bound_by == "memory bandwidth":
-        yield "regenerate.concurrency", max(1, num_gpus // tp_size) * tp_size * BATCH
+        memory = serving_memory(work, work.job.gpus["regenerate"].gpu_type, tp_size, gpu_memory)
+        held = BATCH * tp_size if memory is None else min(BATCH * tp_size, memory.users_that_fit)
+        yield "regenerate.concurrency", max(1, num_gpus // tp_size) * held
     if plan.bound_by == "storage" and spec.capture.codec != "int4":
         yield "capture.codec", "int4"
     if plan.stage == "benchmark" and spec.benchmark.max_new_tokens > _LONG_ANSWER:
@@ -196,6 +205,16 @@ def _changes(work: PlannedWork, plan: StagePlan, num_gpus: int) -> Iterator[tupl
     if plan.stage in ("tune", "prove") and spec.engine.kind == "sglang":  # one server at a time
         larger = [number for number in fitting_sizes(work.target) if tp_size < number <= num_gpus]
         yield from (("engine.tp_size", number) for number in larger[-1:])
+
+
+def _serving(work: PlannedWork, prove_gpus: int, gpu_memory: int | None) -> ServingMemory | None:
+    """Of the job's endpoint, on the GPUs of its placement or those that the proof has."""
+    spec, placed = work.spec, work.job.serving_gpus
+    if spec.promotion.mode == "never" or not spec.serve.enabled or placed.num_gpus == 0 or not (
+            placed.num_gpus or prove_gpus):
+        return None
+    num_gpus = max(spec.engine.tp_size, placed.num_gpus or 0) if spec.engine.kind == "sglang" else 1
+    return serving_memory(work, placed.gpu_type or work.job.gpus["prove"].gpu_type, num_gpus, gpu_memory)
 
 
 def stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:

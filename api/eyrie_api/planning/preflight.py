@@ -218,7 +218,8 @@ def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
     # What a store holds is on no disk of this machine.
     planned = make_plan(job, sizes, None if store else free_bytes(settings.home), rates=rates(settings),
                         on_gpus=on_gpus, data_facts=_with_what_is_present(facts.data, job, settings, earlier),
-                        gpu_hour_prices=settings.prices, store=store)
+                        gpu_hour_prices=settings.prices, store=store,
+                        gpu_memory=None if job.on_cluster else gpu_memory_here())
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
         ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
