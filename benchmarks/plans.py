@@ -1,4 +1,4 @@
-"""Writes docs/results/plans.md: what `eyrie plan` says of two jobs whose targets are too large for this machine.
+"""Writes docs/results/plans.md: what `eyrie plan` says of jobs whose targets are too large for this machine.
 
     python -m benchmarks.plans
 
@@ -9,6 +9,7 @@ are given. A test compares the page with what the code says.
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,10 +17,12 @@ from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan
+from eyrie_api.planning.facts import facts_of
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.target_files import estimated_bytes
 from eyrie_api.quantities import size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +34,19 @@ LLAMA_8B = TargetFacts(hidden_size=4096, num_layers=32, vocab_size=128_256, inte
                        num_kv_heads=8, head_dim=128, tie_word_embeddings=False, source="config.json", dtype="bfloat16")
 OLMO_32B = replace(LLAMA_8B, hidden_size=5120, num_layers=64, vocab_size=100_278, intermediate_size=27_648,
                    num_heads=40)
+QWEN_235B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
+    "vocab_size": 151_936, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+"""Of Qwen3-235B-A22B-FP8's config.json, what a plan depends on."""
+
+
+def served_by_sglang(config: dict[str, Any]) -> TargetFacts:
+    """Facts of a quantised target of which config.json alone is here."""
+    facts = facts_of(config, "config.json")
+    return replace(facts, quantised_bytes=estimated_bytes(config, facts, "bfloat16", as_stored=True))
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,9 @@ class Job:
     gpu_type: str | None = None
     """Where the example leaves it to its one machine."""
 
+    num_gpus: int = 1
+    tp_size: int = 1
+
     store: ObjectStore | None = None
     """Where its stages exchange files; None: on its one machine."""
 
@@ -52,7 +71,8 @@ class Job:
         document = yaml.safe_load((ROOT / "docs/examples" / self.example).read_text())
         document["target"]["dtype"] = "bfloat16"
         if self.gpu_type is not None:
-            document["placement"] = {"every": {"num_gpus": 1, "gpu_type": self.gpu_type}}
+            document["placement"] = {"every": {"num_gpus": self.num_gpus, "gpu_type": self.gpu_type}}
+            document["engine"] |= {"num_gpus": self.num_gpus, "tp_size": self.tp_size}
         spec = JobSpec.model_validate(document)
         return make_plan(derive(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
                          store=self.store)
@@ -61,6 +81,8 @@ class Job:
 JOBS = (
     Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B,
         DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H100-80GB-HBM3"),
+    Job("Qwen3-235B-A22B-FP8 on eight H200, four to a server", "one_gpu.yaml", served_by_sglang(QWEN_235B),
+        DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H200", num_gpus=8, tp_size=4),
     Job("Olmo-3.1-32B-Think on eight H200", "olmo-3.1-32b.yaml", OLMO_32B,
         DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post"),
         store=ObjectStore(STORES["aws-s3"], ranged=True, part_bytes=StoreOptions().part_size_bytes)),
@@ -69,13 +91,14 @@ JOBS = (
 
 def page() -> str:
     """The whole page."""
-    parts = ["# Plans of two jobs\n",
+    parts = ["# Plans of three jobs\n",
              "Computed by `python -m benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
              "of them ([hardware.py](../../api/eyrie_api/planning/hardware.py)); nothing here was measured. Of these\n"
              "GPUs Eyrie has run on one H200 and one H100, without SGLang: [on a GPU](gpu.md) has its figures. "
              "A test keeps the\n"
              "page current. Hours are expected ones with their range, stages one after the other, with the starts of\n"
-             "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s); reading the KV cache is not\n"
+             "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s). Each doubling of a server's GPUs\n"
+             "leaves 80 to 95 % of their rate (assumed). Reading the KV cache is not\n"
              "counted, which makes decoding of long answers look faster than it is, by up to two times;\n"
              "prices of GPUs are round numbers to show the column. Money of the object store is\n"
              "that of the list prices of S3 in us-east-1\n"
@@ -132,6 +155,8 @@ def _table(plan: Plan) -> str:
                  "", f"After the job its files cost {plan.store_month_cost:,.0f} a month until `eyrie storage --clean` "
                  "removes the states."]
     words = [f"\n{plan.bottleneck}. {plan.bytes_per_token:,} bytes of states per token.\n"]
+    words += [f"- {one.stage}: {one.hint}" for one in plan.stages if one.hint]
+    words += [] if plan.serving is None else [f"- serving: {plan.serving.words}"]
     words += [f"- {warning}" for warning in plan.warnings]
     return "\n".join(rows + words) + "\n"
 

@@ -129,7 +129,7 @@ class GpuTooSmall(Permanent):
 
 
 class MemoryTooSmall(Permanent):
-    """The weights of a target do not fit the memory that is free."""
+    """A stage of a job, or the weights of a target, do not fit the memory of the machine."""
 
     http_status = 422
     exit_code = 78  # EX_CONFIG

@@ -32,7 +32,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from tests.api.samples import benchmark_report, job_spec, planned
+from tests.api.samples import benchmark_report, job_spec, planned, target_directory
 from tests.tiny import chats_file, tiny_target
 from tests.waiting import wait_for
 
@@ -200,6 +200,18 @@ def test_plan_names_its_assumptions_and_runs_nothing(eyrie: Eyrie) -> None:
     assert plan["assumptions"]
     assert "ASSUMED" in eyrie(*arguments).stdout
     assert eyrie.json("jobs")["items"] == []
+
+
+def test_a_plan_of_a_job_that_would_be_refused_ends_with_another_code(
+        eyrie: Eyrie, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EYRIE_DEVICE", "cpu")
+    target = target_directory(tmp_path / "large", head_dim=65_536)  # a token's keys and values are 8 MiB
+    arguments = ("--target", str(target), "--data", str(eyrie.chats), "--set", "regenerate.max_new_tokens=100000")
+    shown = eyrie("plan", *arguments)
+    assert shown.exit_code == 78
+    assert "regenerate needs at least" in shown.stdout
+    assert "Such a job is refused: see the warnings." in shown.stdout
+    assert eyrie("train", *arguments, "--no-watch").exit_code == 78
 
 
 def test_jobs_are_listed_by_page_and_filtered_by_phase(eyrie: Eyrie) -> None:

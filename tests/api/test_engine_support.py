@@ -12,7 +12,7 @@ from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.facts import Device, Facts, local_device
 from eyrie_api.planning.plan_work import TargetFacts
-from eyrie_api.planning.preflight import Submission, blocks_are_drafted_whole, check, check_heads, engine_can_compute
+from eyrie_api.planning.preflight import Submission, blocks_are_drafted_whole, check, check_divided, engine_can_compute
 from eyrie_api.planning.resolve import resolve
 from eyrie_api.settings import Settings
 from tests.api.samples import job_body, job_spec, target_directory
@@ -100,10 +100,10 @@ def test_heads_are_divided_among_the_gpus_of_one_server(tp_size: int, says: str 
     facts = TargetFacts(hidden_size=64, num_layers=2, vocab_size=100, intermediate_size=128, num_heads=12,
                         num_kv_heads=4, head_dim=16, tie_word_embeddings=False, source="test")
     if says is None:
-        check_heads(tp_size, facts)
+        check_divided(tp_size, facts)
         return
     with pytest.raises(InvalidInput, match=f"engine.tp_size {tp_size} does not divide the target.s {says}") as caught:
-        check_heads(tp_size, facts)
+        check_divided(tp_size, facts)
     assert "1, 2, 4, 12" in caught.value.hint
 
 

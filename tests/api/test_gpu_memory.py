@@ -119,7 +119,10 @@ def test_a_quantised_checkpoint_counts_with_its_files_and_one_of_unknown_size_no
     held = served_bytes(directory, read, facts, "float32", "embedded")
     assert held == pytest.approx(facts.parameters * 4, rel=1e-4)  # which counts no norms
     (directory / "model.safetensors").unlink()
-    assert served_bytes(directory, read, facts, "bfloat16", "sglang") is None
+    embeddings = 2 * 320 * 4096
+    estimated = 2 * embeddings + (facts.parameters - embeddings)
+    assert served_bytes(directory, read, facts, "bfloat16", "sglang") == pytest.approx(estimated, rel=1e-4)
+    assert served_bytes(directory, read | {"model_type": "another"}, facts, "bfloat16", "sglang") is None
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": 7}, "weight_map": {"a": "absent"}}))
     assert served_bytes(directory, read, facts, "bfloat16", "sglang") == 7
 

@@ -320,7 +320,7 @@ def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings)
 
 def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: Settings, tmp_path: Path) -> None:
     path = target_directory(tmp_path / "huge", hidden_size=8_388_608, head_dim=16)
-    with pytest.raises(DiskTooSmall, match=r"needs about .* GiB .* are free") as caught:
+    with pytest.raises(DiskTooSmall, match=r"needs about .*iB under .*iB are free") as caught:
         check(job_spec(target={"model": str(path)}, data=data("quickstart", max_conversations=100_000_000)), settings)
     assert "max_conversations" in caught.value.hint
 

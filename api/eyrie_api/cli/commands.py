@@ -31,7 +31,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
-from eyrie_api.errors import EyrieError, InvalidInput, NotFound, NoUsableData, TargetNotFound
+from eyrie_api.errors import EyrieError, GpuTooSmall, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
 
 app = typer.Typer(
@@ -228,12 +228,17 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
 @verb
 def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
          server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Estimate a job's tokens, bytes and hours, with all assumptions, without running it."""
+    """Estimate a job's tokens, bytes and hours, with all assumptions, without running it.
+
+    Ends with 78 where memory or disk are too small for such a job, which would be refused.
+    """
     job = build_job(file=file, target=target, data=data or (), settings=settings or ())
     job = absolute_paths(job, server, target, data or ())
     with connect(server) as client:
         planned = client.plan(job)
     Screen(as_json=as_json).show(planned, tables.plan_view(planned))
+    if not planned.possible:
+        raise typer.Exit(GpuTooSmall.exit_code)
 
 
 @app.command()

@@ -274,7 +274,8 @@ def plan_view(plan: Plan) -> RenderableType:
     for assumption in plan.assumptions:
         assumed.add_row(assumption.name, f"{assumption.value:,.6g} {assumption.unit}".rstrip(), assumption.source)
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
-    parts: list[RenderableType] = [table, Text(plan.bottleneck), per_token, *_store_view(plan), assumed]
+    hints = [Text(f"{stage.stage}: {stage.hint}") for stage in plan.stages if stage.hint]
+    parts: list[RenderableType] = [table, Text(plan.bottleneck), *hints, per_token, *_store_view(plan), assumed]
     if plan.candidate_rows:  # the rows of each source that every candidate trains on
         sources = tuple(dict.fromkeys(name for rows in plan.candidate_rows.values() for name in rows))
         columns = (*(f"ROWS OF {name}" for name in sources), "ROWS")
@@ -285,8 +286,12 @@ def plan_view(plan: Plan) -> RenderableType:
     parts += _needed_tau_view(plan.needed_tau)
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
+    if plan.serving is not None:
+        parts.append(Text(f"serving: {plan.serving.words}"))
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
+    if not plan.possible:
+        parts.append(Text("Such a job is refused: see the warnings.", "bold red"))
     return Group(*parts)
 
 

@@ -62,8 +62,11 @@ class StagePlan(Frozen):
     """GPU hours at the price of EYRIE_GPU_HOUR_PRICES, in its currency; None where the type has no price. Of a hardware
     profile, hours at its own price."""
 
-    bound_by: Literal["", "compute", "memory bandwidth", "storage"] = ""
+    bound_by: Literal["", "compute", "memory bandwidth", "requests at once", "storage"] = ""
     """What the hours are limited by; empty on CPUs."""
+
+    hint: str = ""
+    """A field that limits the stage, and its hours with another value; empty where none would shorten it by much."""
 
     store: StoreUse | None = None
     """None where files are exchanged on one machine or a volume."""
@@ -149,6 +152,33 @@ class Present(Frozen):
     """The same as a sentence."""
 
 
+class ServingMemory(Frozen):
+    """GPU memory of one engine of the endpoint."""
+
+    num_gpus: int
+    gpu_type: str
+    available_bytes: int
+    """Of all its GPUs, for weights and for keys and values."""
+
+    weight_bytes: int
+    """Of the target."""
+
+    drafter_bytes: int
+    user_bytes: int
+    """Keys and values of one user's context, on all GPUs together."""
+
+    context_tokens: int
+    users: int
+    """Declared: the highest of `prove.concurrencies`."""
+
+    users_that_fit: int
+    update_gpus: int
+    """That hold the serving engine and, next to it, the one with a new drafter."""
+
+    words: str
+    """The same as a sentence."""
+
+
 class Plan(Frozen):
     """Tokens, bytes and hours by stage, with every assumption named."""
 
@@ -174,6 +204,13 @@ class Plan(Frozen):
 
     present: Present | None = None
     """None: no earlier job has answers of this one."""
+
+    serving: ServingMemory | None = None
+    """None: nothing is served on GPUs, or their memory is not known."""
+
+    possible: bool = True
+    """False: a job like this is refused, because memory or disk are too small; warnings say why. GPUs or an SGLang that
+    are missing on the machine that plans do not count."""
 
     bottleneck: str = ""
     """The stage that takes most of the time, its share, and what limits it."""

@@ -38,7 +38,8 @@ from eyrie_api.file_rules import open_file
 from eyrie_api.planning.data_files import check_data_source, first_rows, usable_rows
 from eyrie_api.planning.hardware import memory_of
 from eyrie_api.planning.placement import read_profile
-from eyrie_api.planning.plan_work import DataFacts, Experts, TargetFacts
+from eyrie_api.planning.plan_work import DataFacts, Experts, LatentAttention, TargetFacts
+from eyrie_api.planning.quantised import scale_block
 from eyrie_api.planning.target_config import check_size, has_tied_embeddings, language_model
 from eyrie_api.planning.target_files import read_object, template_refusals
 from eyrie_api.settings import Settings
@@ -164,6 +165,25 @@ def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | No
     return max(known) if known and len(known) == len(sizes) else None
 
 
+def memory_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Main memory that programs of this machine may take: all of it, or what a control group of this process allows, of
+    version 2 or 1. None where it is not known."""
+    sizes: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        total = next(line for line in (proc / "meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        sizes.append(1024 * int(total.split()[1]))
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            first, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+            if controllers in ("", "memory"):
+                group = first / path.strip("/")
+                for limited in (group, *group.parents):  # a group has no more than those that it is in
+                    with contextlib.suppress(OSError, ValueError):  # "max"
+                        sizes.append(int((limited / file).read_text()))
+    return min(sizes, default=None)
+
+
 # Paths, target and data.
 
 
@@ -281,18 +301,34 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def target_facts(directory: Path) -> TargetFacts:
     """The sizes in a target's config. Raises UnsupportedTarget naming the one that is missing or invalid."""
-    config = language_model(read_config(directory))
+    return facts_of(read_config(directory), str(directory / "config.json"))
+
+
+def facts_of(config: Mapping[str, Any], file: str) -> TargetFacts:
+    """The same of a config that was read from `file`."""
+    config = language_model(config)
 
     def figure(name: str, default: int | None = None) -> int:
         value = config.get(name)
-        return check_size(str(directory / "config.json"), name, default if value is None else value)
+        return check_size(file, name, default if value is None else value)
 
     heads, hidden = figure("num_attention_heads"), figure("hidden_size")
-    experts = next((name for name in _EXPERTS if config.get(name)), None)
+    number = next((name for name in _EXPERTS if config.get(name)), None)
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    if number is not None:
+        width = figure("moe_intermediate_size", figure("intermediate_size", 4 * hidden))
+        shared = figure("n_shared_experts") * width if config.get("n_shared_experts") else 0
+        experts = Experts(
+            number=figure(number), active=figure("num_experts_per_tok", 1), intermediate_size=width,
+            shared_size=shared or int(config.get("shared_expert_intermediate_size") or 0),
+            dense_layers=min(int(config.get("first_k_dense_replace") or 0), figure("num_hidden_layers")))
+    if config.get("kv_lora_rank"):
+        latent = LatentAttention(
+            figure("q_lora_rank") if config.get("q_lora_rank") else None, figure("kv_lora_rank"),
+            figure("qk_rope_head_dim"), figure("qk_nope_head_dim"), figure("v_head_dim"))
     return TargetFacts(
-        experts=None if experts is None else Experts(
-            number=figure(experts), active=figure("num_experts_per_tok", 1), intermediate_size=figure(
-                "moe_intermediate_size", figure("intermediate_size", 4 * hidden))),
+        experts=experts, latent=latent, block=scale_block(config),
         hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),

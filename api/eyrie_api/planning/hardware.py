@@ -7,6 +7,10 @@
     decode              memory-bound: a step of b requests reads every weight once and yields b tokens,
                         2 b bandwidth / bytes per weight FLOP/s, until that reaches the rate of prefill
 
+A server of `tp_size` GPUs computes and reads with all of them, less a share for each doubling, so decoding with fewer
+and larger servers is faster while memory limits it: the weights are read once for all of their requests. Bytes per
+weight are those that are stored, of a quantised target too; it is computed at the rate of bfloat16.
+
 Shares are ranges, and so are the hours of a plan. Two are measured by others: SpecForge's documentation reports 27,000
 captured tokens/s of an 8B target on an H200, 44 % of its peak, and 43.5 % for its trainer. A step of Eyrie's trainer
 reached 40 % on an H200 and 37 % on an H100 (docs/results/gpu.md); plans expect less, since it leaves out reading,
@@ -14,12 +18,14 @@ evaluation and saving.
 The others are assumptions. Reading the KV cache is not counted: long answers in large batches take
 longer than this says, by up to two times.
 
-**Memory.** The weights alone must not exceed all memory of the GPUs of one server. What may fit is not refused:
-memory is at most what the label names (a GPU of "80GB" has a little less than 80 GiB), no KV cache and no workspace is
-counted, and weights are what is served (`planning.target_files.served_bytes`). GPUs and weights of an unknown size
-are not judged here: the stage that loads the target reports those.
+**Memory.** The weights alone must not exceed the memory of the GPUs of one server, of SGLang the share that it is given
+for weights and KV cache (`static_fraction`). What may fit is not refused: memory is at most what the label names (a GPU
+of "80GB" has a little less than 80 GiB), no KV cache and no drafter is counted, and weights are what is served
+(`planning.target_files.served_bytes`). GPUs and weights of an unknown size are not judged here: the stage that loads
+the target reports those.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,8 +100,13 @@ ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
 _PREFILL = {"low": 0.25, "expected": 0.40, "high": 0.50}
 _TRAINING = {"low": 0.20, "expected": 0.35, "high": 0.45}
 _BANDWIDTH = {"low": 0.45, "expected": 0.60, "high": 0.75}
-_BATCH = {"low": 32, "expected": 64, "high": 128}
-"""Requests that memory holds at once, beyond what the job asks for."""
+BATCH = 64
+"""Requests that the memory of a GPU holds at once, beyond what the job asks for."""
+
+_BATCH = {"low": BATCH // 2, "expected": BATCH, "high": 2 * BATCH}
+
+_DOUBLED = {"low": 0.8, "expected": 0.9, "high": 0.95}
+"""What each doubling of a server's GPUs leaves of their rate: the all-reduces of every layer. Assumed."""
 
 _STORE_BYTES_PER_S = {"low": 3e8, "expected": 1e9, "high": 3e9}
 """A pod's transfer to an object store or a shared file system."""
@@ -123,32 +134,41 @@ def known_gpu(label: str | None) -> Gpu | None:
                                             for part in gpu.labels)), None)
 
 
-def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: int,
-              active_share: float) -> Rates:
+def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int, weight_bytes: float,
+              active_share: float, compute_bytes: int = 2, num_alone: int = 1) -> Rates:
     """Rates of a stage.
 
-    num_gpus      of all its servers or processes together
-    tp_size       of one server: one request at a time uses so many
-    batch         requests at once that the job asks for, over all servers
-    weight_bytes  of one weight
-    active_share  of a mixture's weights, those that compute one token; a batch reads all of them
+    num_gpus       of all its servers or processes together
+    tp_size        of one server
+    batch          requests at once that the job asks for, over all servers
+    weight_bytes   of one weight, as it is read
+    active_share   of a mixture's weights, those that compute one token; a batch reads all of them
+    compute_bytes  of one value in the products
+    num_alone      servers that each answer one request at a time, side by side
     """
-    peak = gpu.tflops * 1e3 * 2 / weight_bytes  # float32 computes at half of bfloat16 at best
-    prefill = peak * _PREFILL[speed]
-    reads = 2 * gpu.gb_per_s * _BANDWIDTH[speed] / weight_bytes
-    in_flight = min(max(1.0, batch / num_gpus), _BATCH[speed])
-    decode = min(prefill, max(reads, reads * in_flight * active_share))
+    peak = gpu.tflops * 1e3 * 2 / compute_bytes  # float32 computes at half of bfloat16 at best
+    num_servers, of_server = max(1, num_gpus // tp_size), tp_size * _DOUBLED[speed] ** math.log2(tp_size)
+    prefill = peak * _PREFILL[speed] * of_server
+    reads = 2 * gpu.gb_per_s * _BANDWIDTH[speed] / weight_bytes * of_server
+    in_flight = min(max(1.0, batch / num_servers), _BATCH[speed] * tp_size)
+    decode = min(prefill, reads * max(1.0, in_flight * active_share))
     return Rates(
-        prefill=prefill * num_gpus, decode=decode * num_gpus, single=reads * tp_size,
+        prefill=prefill * num_servers, decode=decode * num_servers, single=reads * num_alone,
         train=peak * _TRAINING[speed] * num_gpus, store_bytes_per_s=_STORE_BYTES_PER_S[speed],
         source=f"{num_gpus} x {gpu.name}: {gpu.tflops:g} TFLOP/s in bfloat16 and {gpu.gb_per_s:g} GB/s (data sheet), "
                f"of which {_PREFILL['low']:.0%}-{_PREFILL['high']:.0%}, in training {_TRAINING['low']:.0%}-"
-               f"{_TRAINING['high']:.0%}, and {_BANDWIDTH['low']:.0%}-{_BANDWIDTH['high']:.0%} are reached")
+               f"{_TRAINING['high']:.0%}, and {_BANDWIDTH['low']:.0%}-{_BANDWIDTH['high']:.0%} are reached"
+               + (f"; of {tp_size} GPUs to a server, {_DOUBLED['low']:.0%}-{_DOUBLED['high']:.0%} for each doubling"
+                  if tp_size > 1 else ""))
 
 
 # Memory.
 
 _GIB = 2**30
+_SMALLEST_SERVER_GIB = 16
+"""Of smaller GPUs SGLang's rule leaves next to nothing; all of their memory is counted, since what may fit is not
+refused."""
+
 _LARGEST_GB = {"B200": 192, "L40S": 48, "L4": 24, "A10": 24}
 """Of types whose labels name no size, the largest that is sold. An A100 has 40 or 80 GB: not known."""
 
@@ -176,6 +196,28 @@ def memory_of(gpu_type: str | None) -> int | None:
     return None if largest is None else largest * _GIB
 
 
+def static_fraction(memory_gib: float) -> float:
+    """SGLang's own rule for `--mem-fraction-static`, less a margin for what speculation needs outside the KV pool.
+
+    The rule (`memory_hook.py`): all memory but 0.5 GiB, 1.5 MiB per token of a prefill chunk, 2 MiB per captured decode
+    batch size and about 0.6 GiB of prefill graphs; at least 10 GiB above 60 GiB. Drafter weights count inside the
+    fraction since SGLang PR 28855. Outside of it are the drafter's graphs and the logits of verification (48 requests x
+    8 draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest GPU. The variant without
+    speculation leaves them unused, so that all variants have the same fraction.
+    """
+    chunk, graphs = next((chunk, graphs) for below, chunk, graphs in (
+        (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (math.inf, 16384, 512)) if memory_gib < below)
+    reserved_mib = 512 + 1.5 * chunk + 2 * graphs + 600
+    if memory_gib > 60:
+        reserved_mib = max(reserved_mib, 10 * 1024)
+    return math.floor(100 * (1 - reserved_mib / (1024 * memory_gib) - 0.02)) / 100
+
+
+def served_memory(device: int) -> int:
+    """What a server of SGLang has of a GPU for weights and KV cache."""
+    return device if device < _SMALLEST_SERVER_GIB * _GIB else int(device * static_fraction(device / _GIB))
+
+
 def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool,
                    memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
@@ -188,23 +230,61 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
     too_small: dict[_Holder, list[str]] = {}
     for place, holder in _holders(job, serves):
         device = memory(holder.gpu_type)
-        if device is not None and (weights if holder.is_server else computed) > holder.num_gpus * device:
+        if device is not None and (weights > holder.num_gpus * served_memory(device) if holder.is_server
+                                   else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
     return [_error(holder, places, facts, weights if holder.is_server else computed, memory(holder.gpu_type) or 0)
             for holder, places in too_small.items()]
 
 
+def undivided(facts: TargetFacts, tp_size: int) -> str | None:
+    """What of a target SGLang 0.5.23 does not divide among so many GPUs; None: all of it.
+
+    Attention heads are divided evenly; fewer key-value heads than GPUs are repeated, more are divided evenly. Of
+    matrices whose scales are of blocks each GPU has whole blocks: of the experts
+    (`model_runner_components.moe_ep_setup.check_quantized_moe_compatibility`, and `create_fp8_moe_weight_`), and of
+    MLPs and attention (`Fp8LinearMethod.validate_block_quant_shapes` in `layers/quantization/fp8.py`), where rows are
+    checked on one GPU too, since gate and up, and q, k and v, are joined. The matrices of latent attention are not
+    judged: those of known targets have whole blocks wherever their heads are divided. tests/sglang asks SGLang's code.
+    """
+    repeated = facts.num_kv_heads < tp_size
+    if facts.num_heads % tp_size:
+        return f"the target's {facts.num_heads} attention heads"
+    if tp_size % facts.num_kv_heads if repeated else facts.num_kv_heads % tp_size:
+        return f"the target's {facts.num_kv_heads} key-value heads"
+    if facts.block is None:
+        return None
+    experts, (rows, columns) = facts.experts, facts.block
+    widths: dict[str, int] = {}
+    if experts is not None:
+        widths["moe_intermediate_size"] = experts.intermediate_size
+    if experts is None or experts.dense_layers:
+        widths["intermediate_size"] = facts.intermediate_size
+    if facts.latent is None:
+        widths["width of queries"] = facts.num_heads * facts.head_dim
+    for name, width in widths.items():
+        for unit in (rows, columns) if tp_size > 1 else (rows,):
+            if width % (tp_size * unit):
+                return f"the target's {name} {width} into whole blocks of {unit} (weight_block_size)"
+    keys = max(1, facts.num_kv_heads // tp_size) * facts.head_dim
+    if facts.latent is None and keys % rows:
+        return f"the target's {facts.num_kv_heads} key-value heads into whole blocks of {rows} (weight_block_size)"
+    return None
+
+
 def fitting_sizes(facts: TargetFacts) -> list[int]:
-    """Numbers of GPUs that divide the target's heads."""
-    return [size for size in range(1, min(facts.num_heads, 64) + 1)
-            if facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)]
+    """Numbers of GPUs that divide the target."""
+    return [size for size in range(1, min(facts.num_heads, 64) + 1) if undivided(facts, size) is None]
 
 
 def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int, device: int) -> GpuTooSmall:
     gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
     has = "has" if holder.num_gpus == 1 else "have"
-    larger = f"name a type of GPU with more than {size(weights / holder.num_gpus)}"
-    enough = next((number for number in fitting_sizes(facts) if number * device >= weights), None)
+    served = served_memory(device)
+    needed = weights / holder.num_gpus * (device / served if holder.is_server else 1)
+    larger = f"name a type of GPU with more than {size(needed)}"
+    enough = next((number for number in fitting_sizes(facts) if number * served >= weights), None)
+    gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
     if enough is None:
         hint = f"{larger}, or a smaller or quantised target"
     elif holder.is_server:
@@ -212,7 +292,8 @@ def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int,
     else:
         hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
     return GpuTooSmall(f"{holder.why}: the target's weights are {size(weights)}, and {gpus} {has} "
-                       f"{size(holder.num_gpus * device)} (for {', '.join(places)})", hint)
+                       f"{size(holder.num_gpus * device)}{gives if holder.is_server and served < device else ''} "
+                       f"(for {', '.join(places)})", hint)
 
 
 def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:

@@ -7,7 +7,7 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.benchmark import RivalSpec
@@ -16,10 +16,19 @@ from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
-from eyrie_api.contract.plan import Assumption, Plan, Present, StagePlan
+from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StagePlan
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
-from eyrie_api.planning.hardware import ASSUMED, Rates, Speed, gpu_rates, known_gpu, start_seconds
+from eyrie_api.planning.hardware import (
+    ASSUMED,
+    BATCH,
+    Rates,
+    Speed,
+    fitting_sizes,
+    gpu_rates,
+    known_gpu,
+    start_seconds,
+)
 from eyrie_api.planning.needed_tau import plan_needed_tau
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
@@ -46,6 +55,7 @@ from eyrie_api.planning.plan_work import (
     training_gpus,
     training_on_gpus,
 )
+from eyrie_api.planning.serving_memory import serving_memory
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import duration, size
@@ -56,7 +66,8 @@ _LITTLE_OF_THE_UNION = 0.5
 
 def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None, on_gpus: bool = False,
-              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None) -> Plan:
+              gpu_hour_prices: Mapping[str, float] | None = None, store: ObjectStore | None = None,
+              gpu_memory: int | None = None) -> Plan:
     """The cost of a job with all its candidates for a target, stage by stage.
 
     free_bytes        free space where the job would write, None when unknown
@@ -65,16 +76,18 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     on_gpus           whether the job computes on GPUs although it requests none: those of its machine
     gpu_hour_prices   by node label of the type
     store             where the job's stages exchange files; None: on this machine, or on a volume
+    gpu_memory        bytes of a GPU of this machine, for those that the job names no type of
     """
     work = PlannedWork(job, target_facts, data_facts or DataFacts())
-    counts: dict[str, int] = {stage: _stage_gpus(job, stage, on_gpus) for stage in work.stages}
+    counts: dict[str, int] = {stage: stage_gpus(job, stage, on_gpus) for stage in work.stages}
     used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected")
                               for stage in work.stages}
     stages = _stages(work, used, counts, "expected")
     if rates is None and any(counts.values()):
         slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in work.stages},
                               counts, speed) for speed in ("low", "high"))
-        stages = tuple(_on_gpus(work, plan, counts[plan.stage], gpu_hour_prices or {}, (least.hours, most.hours))
+        stages = tuple(_on_gpus(work, _with_hint(work, plan, counts, gpu_memory), counts[plan.stage],
+                                gpu_hour_prices or {}, (least.hours, most.hours))
                        if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
                        for plan, least, most in zip(stages, fast, slow, strict=True))
     else:
@@ -92,12 +105,17 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
                         "figures here; name it in placement.every.gpu_type, or set EYRIE_*_GFLOPS")
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
-        warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+        warnings.append(f"the job needs {size(total)} on disk and {size(free_bytes or 0)} are free: lower "
+                        "data.max_conversations or capture.max_length, or set capture.codec int4")
     if not work.within_budget:
         fits = False
     present = _present(work)
     hours, slowest = sum(stage.hours for stage in stages), max(stages, key=lambda stage: stage.hours)
     limited = f", bound by {slowest.bound_by}" if slowest.bound_by else ""
+    serving = _serving(work, counts["prove"], gpu_memory)
+    if serving is not None and serving.users_that_fit < serving.users:
+        warnings.append(f"{serving.users_that_fit} of the {serving.users} declared users fit the endpoint: "
+                        f"{serving.words.partition('; ')[0]}; raise engine.tp_size, or lower prove.concurrencies")
     costs = [stage.cost for stage in stages if stage.num_gpus]
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
@@ -119,7 +137,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
                *map(_description, job.families),
                *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from {_source(drafter)}"
                  for drafter in job.brought)),
-        fits_disk=fits, candidate_rows=work.candidate_rows)
+        fits_disk=fits, candidate_rows=work.candidate_rows, serving=serving)
 
 
 def _source(drafter: RivalSpec) -> str:
@@ -136,18 +154,70 @@ def _description(family: str) -> str:
 
 def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
             speed: Speed) -> tuple[StagePlan, ...]:
-    """At these rates, with the starts of those that compute on GPUs."""
+    """At these rates."""
+    return tuple(_stage(work, stage, rates[stage], counts, speed) for stage in work.stages)
+
+
+def _stage(work: PlannedWork, stage: StageKey, rates: Rates, counts: Mapping[str, int], speed: Speed) -> StagePlan:
+    """With its starts, where it computes on GPUs."""
     plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
              "tune": plan_tune, "prove": plan_prove}
-    started, stages = starts(work, counts), []
-    for stage in work.stages:
-        plan = plans[stage](work, rates[stage])
-        start_s = started.get(stage, 0) * start_seconds(work, stage, speed)
-        stages.append(plan.model_copy(update={"hours": plan.hours + start_s / 3600}))
-    return tuple(stages)
+    plan = plans[stage](work, rates)
+    start_s = starts(work, counts).get(stage, 0) * start_seconds(work, stage, speed)
+    return plan.model_copy(update={"hours": plan.hours + start_s / 3600})
 
 
-def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
+_SHORTER = 0.8
+"""Of a stage's hours: what a change leaves at most that a hint names."""
+
+_LONG_ANSWER = 256
+"""Tokens, with which speed is measured as well as with more."""
+
+
+def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int], gpu_memory: int | None) -> StagePlan:
+    """With the first field that shortens the stage by much, and its hours with another value."""
+    for field, value in _changes(work, plan, counts[plan.stage], gpu_memory):
+        section, name = field.split(".")
+        before, stage = getattr(work.spec, section), plan.stage
+        spec = work.spec.model_copy(update={section: before.model_copy(update={name: value})})
+        other = PlannedWork(work.job.model_copy(update={"spec": spec}), work.target, work.data)
+        rates = _rates_of(other, stage, counts[stage], "expected")  # type: ignore[arg-type]
+        hours = _stage(other, stage, rates, counts, "expected").hours  # type: ignore[arg-type]
+        if hours < _SHORTER * plan.hours:
+            return plan.model_copy(update={
+                "hint": f"{field} is {getattr(before, name)}; with {value} {stage} takes {duration(3600 * hours)} in "
+                        f"place of {duration(3600 * plan.hours)}",
+                "bound_by": "requests at once" if name == "concurrency" else plan.bound_by})
+    return plan
+
+
+def _changes(work: PlannedWork, plan: StagePlan, num_gpus: int, gpu_memory: int | None) -> Iterator[tuple[str, object]]:
+    """Values of fields that may shorten a stage on GPUs."""
+    spec, tp_size = work.spec, work.spec.engine.tp_size
+    if plan.stage == "regenerate" and plan.bound_by == "memory bandwidth":
+        memory = serving_memory(work, work.job.gpus["regenerate"].gpu_type, tp_size, gpu_memory)
+        held = BATCH * tp_size if memory is None else min(BATCH * tp_size, memory.users_that_fit)
+        yield "regenerate.concurrency", max(1, num_gpus // tp_size) * held
+    if plan.bound_by == "storage" and spec.capture.codec != "int4":
+        yield "capture.codec", "int4"
+    if plan.stage == "benchmark" and spec.benchmark.max_new_tokens > _LONG_ANSWER:
+        yield "benchmark.max_new_tokens", _LONG_ANSWER
+    if plan.stage in ("tune", "prove") and spec.engine.kind == "sglang":  # one server at a time
+        larger = [number for number in fitting_sizes(work.target) if tp_size < number <= num_gpus]
+        yield from (("engine.tp_size", number) for number in larger[-1:])
+
+
+def _serving(work: PlannedWork, prove_gpus: int, gpu_memory: int | None) -> ServingMemory | None:
+    """Of the job's endpoint, on the GPUs of its placement or those that the proof has."""
+    spec, placed = work.spec, work.job.serving_gpus
+    if spec.promotion.mode == "never" or not spec.serve.enabled or placed.num_gpus == 0 or not (
+            placed.num_gpus or prove_gpus):
+        return None
+    num_gpus = max(spec.engine.tp_size, placed.num_gpus or 0) if spec.engine.kind == "sglang" else 1
+    return serving_memory(work, placed.gpu_type or work.job.gpus["prove"].gpu_type, num_gpus, gpu_memory)
+
+
+def stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
     """GPUs that a stage computes on together; 0: CPUs. On one machine an engine's GPUs are those of every stage."""
     placed = job.gpus[stage].num_gpus
     if placed is None:
@@ -158,19 +228,21 @@ def _stage_gpus(job: ResolvedJob, stage: StageKey, on_gpus: bool) -> int:
 def _rates_of(work: PlannedWork, stage: StageKey, num_gpus: int, speed: Speed) -> Rates:
     if not num_gpus:
         return Rates()
-    spec = work.spec
+    spec, tp_size = work.spec, 1 if stage == "train" else work.spec.engine.tp_size
     # Checkpoints and data are divided over all GPUs; settings and loads are measured with one server at a time.
-    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else spec.engine.tp_size
-    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": max(spec.benchmark.concurrencies, default=1),
-             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.concurrencies, default=1)}
-    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together,
-                      together if stage == "benchmark" else spec.engine.tp_size, int(loads.get(stage, 1)))
+    together = num_gpus if stage in ("regenerate", "capture", "train", "benchmark") else tp_size
+    servers = max(1, together // tp_size)
+    loads = {"regenerate": spec.regenerate.concurrency, "benchmark": servers * max(spec.benchmark.concurrencies),
+             "tune": max(spec.tune.concurrencies), "prove": max(spec.prove.concurrencies)}
+    return _gpu_rates(work, work.job.gpus[stage].gpu_type, speed, together, tp_size, int(loads.get(stage, 1)),
+                      servers if stage == "benchmark" else 1)
 
 
-def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int) -> Rates:
+def _gpu_rates(work: PlannedWork, label: str | None, speed: Speed, num_gpus: int, tp_size: int, batch: int,
+               num_alone: int = 1) -> Rates:
     return gpu_rates(
-        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch,
-        weight_bytes=ELEMENT_BYTES[work.job.target.dtype],
+        known_gpu(label) or ASSUMED, speed, num_gpus=num_gpus, tp_size=tp_size, batch=batch, num_alone=num_alone,
+        weight_bytes=work.weight_bytes / work.target.parameters, compute_bytes=ELEMENT_BYTES[work.job.target.dtype],
         active_share=work.target.active_parameters / work.target.parameters)
 
 
@@ -241,11 +313,11 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
         warnings.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
     capture = work.spec.capture
     if not work.within_budget:
-        warnings.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
-                        f"{work.supervised} answer need more")
+        warnings.append(f"no codec fits capture.max_bytes {size(capture.max_bytes or 0)}: {work.captured:,} tokens of "
+                        f"which {work.supervised:,} answer need more; raise it, or lower data.max_conversations")
     elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
         warnings.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
-                        f"capture.max_bytes {capture.max_bytes}")
+                        f"capture.max_bytes {size(capture.max_bytes or 0)}")
     if work.prompt + work.answer > work.spec.capture.max_length:
         warnings.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                         f"{work.spec.capture.max_length}")
@@ -289,7 +361,8 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         say("hidden size", target.hidden_size, "values", target.source),
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
         say("target weights", round(weights, 2), unit,
-            "the checkpoint's files, which SGLang loads quantised" if target.quantised_bytes is not None else
+            "as SGLang loads them quantised: the files, else their index, else config.json"
+            if target.quantised_bytes is not None else
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
     if not job.spec.trains:
         return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))

@@ -62,6 +62,35 @@ class Experts:
     """Of them, computed for a token."""
 
     intermediate_size: int
+    shared_size: int = 0
+    """Width of the MLP that every token passes besides."""
+
+    dense_layers: int = 0
+    """Layers with one MLP of the target's `intermediate_size` in place of experts."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): a token's keys and values are one short vector."""
+
+    query_rank: int | None
+    """None: queries are not compressed."""
+
+    rank: int
+    rotated: int
+    """Elements of a key that all heads share."""
+
+    plain: int
+    """Elements of each head's key without positions."""
+
+    value: int
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Weights of one layer."""
+        queries, rank = num_heads * (self.plain + self.rotated), self.query_rank
+        return (hidden_size * queries if rank is None else rank * (hidden_size + queries)) + (
+            hidden_size * (self.rank + self.rotated)
+            + num_heads * (self.rank * (self.plain + self.value) + self.value * hidden_size))
 
 
 @dataclass(frozen=True)
@@ -79,13 +108,18 @@ class TargetFacts(DecoderSizes):
     experts: Experts | None = None
     """None: dense."""
 
+    latent: LatentAttention | None = None
+    """None: keys and values of every head."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns of the blocks that share a scale (`weight_block_size`); None: not quantised in blocks."""
+
     quantised_bytes: int | None = None
     """Of the weights as SGLang loads them, where it serves a quantised target."""
 
     @property
     def parameters(self) -> int:
-        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, norms. Shared experts, dense layers of a
-        mixture, and routers are left out."""
+        """Weights of a pre-norm decoder: embeddings, attention, gated MLPs, routers, norms."""
         return self._parameters(self.experts.number if self.experts else 1)
 
     @property
@@ -93,12 +127,27 @@ class TargetFacts(DecoderSizes):
         """Of them, those that compute one token."""
         return self._parameters(self.experts.active if self.experts else 1)
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Of embedding and output matrix, which no method quantises."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def key_values(self) -> int:
+        """Keys and values of one token in all layers."""
+        return super().key_values if self.latent is None else self.num_layers * (self.latent.rank + self.latent.rotated)
+
     def _parameters(self, num_mlps: int) -> int:
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        width = self.experts.intermediate_size if self.experts else self.intermediate_size
-        layer = (self.attention_parameters(self.hidden_size) + num_mlps * self.mlp_parameters(width)
-                 + 2 * self.hidden_size)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        experts, hidden = self.experts, self.hidden_size
+        attention = (self.attention_parameters(hidden) if self.latent is None
+                     else self.latent.parameters(hidden, self.num_heads))
+        mlps = self.num_layers * self.mlp_parameters(self.intermediate_size)
+        if experts is not None:
+            mixture = (num_mlps * self.mlp_parameters(experts.intermediate_size)
+                       + self.mlp_parameters(experts.shared_size) + hidden * experts.number)
+            mlps = (experts.dense_layers * self.mlp_parameters(self.intermediate_size)
+                    + (self.num_layers - experts.dense_layers) * mixture)
+        return self.embedding_parameters + self.num_layers * (attention + 2 * hidden) + mlps + hidden
 
     def rows_of_a_step(self, num_steps: int) -> float:
         """How many rows of a drafter's output matrix cost as much as the rest of a draft step, in rounds of so many
@@ -240,16 +289,20 @@ class PlannedWork:
         return self.target.trained_drafter(candidate, self.spec.capture.aux_layers or ())
 
 
-_OTHER_MEMORY = 10**9
+OTHER_MEMORY = 10**9
 """Bytes: programs and libraries, a second copy of the embeddings, positions of the cache that are not used yet, and
 what grows while its old copy is still there."""
 
 
+def text_bytes(target: TargetFacts, dtype: str, engine: str) -> int:
+    """Keys and values of one token. The embedded engine's of a float32 target are float64 (`speculation.cache`)."""
+    return target.key_values * (8 if (dtype, engine) == ("float32", "embedded") else ELEMENT_BYTES[dtype])
+
+
 def regeneration_bytes(target: TargetFacts, weight_bytes: int, dtype: str, concurrency: int, longest: int) -> int:
     """The most memory that the embedded engine takes on a CPU to generate so many answers at once: weights, and keys
-    and values of that many texts of `longest` tokens. Those of a float32 target are float64 (`speculation.cache`)."""
-    element = 8 if dtype == "float32" else ELEMENT_BYTES[dtype]
-    return weight_bytes + concurrency * longest * target.key_values * element + _OTHER_MEMORY
+    and values of that many texts of `longest` tokens."""
+    return weight_bytes + concurrency * longest * text_bytes(target, dtype, "embedded") + OTHER_MEMORY
 
 
 def training_gpus(job: ResolvedJob) -> int:

@@ -59,11 +59,13 @@ from eyrie_api.planning.facts import (
     has_sglang,
     is_missing,
     local_path,
+    memory_here,
     read_facts,
     with_absolute_paths,
 )
-from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus
-from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, memory_of, too_small_gpus, undivided
+from eyrie_api.planning.main_memory import too_small_memory
+from eyrie_api.planning.plan import make_plan, stage_gpus
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import (
     LEAST_DRAFT_VOCABULARY,
@@ -187,9 +189,10 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
                            "no model hub, so its sizes are unknown",
                            f"where the server runs: `hf download {spec.target.model} config.json{revision}` is enough "
                            "for a plan; a job needs no download before")
-    warnings = [f"{error.message}: such a job is refused; {error.hint}"
-                for error in gpus_without_room(submission, for_other_machines=True)]
-    return planned.model_copy(update={"warnings": (*warnings, *planned.warnings)})
+    too_small = (*gpus_without_room(submission, for_other_machines=True), *memory_without_room(submission))
+    warnings = [f"{error.message}: such a job is refused; {error.hint}" for error in too_small]
+    return planned.model_copy(update={"warnings": (*warnings, *planned.warnings),
+                                      "possible": not (too_small or disk_without_room(submission))})
 
 
 def _checked(spec: JobSpec, settings: Settings, rules: ReadRules | None,
@@ -211,9 +214,12 @@ def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
     on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
     if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
         sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
-    planned = make_plan(job, sizes, free_bytes(settings.home), rates=rates(settings), on_gpus=on_gpus,
-                        data_facts=_with_what_is_present(facts.data, job, settings, earlier),
-                        gpu_hour_prices=settings.prices, store=_object_store(submission))
+    store = _object_store(submission)
+    # What a store holds is on no disk of this machine.
+    planned = make_plan(job, sizes, None if store else free_bytes(settings.home), rates=rates(settings),
+                        on_gpus=on_gpus, data_facts=_with_what_is_present(facts.data, job, settings, earlier),
+                        gpu_hour_prices=settings.prices, store=store,
+                        gpu_memory=None if job.on_cluster else gpu_memory_here())
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
         ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
@@ -510,21 +516,24 @@ def target_files_are_whole(submission: Submission) -> None:
 
 
 def heads_are_divided(submission: Submission) -> None:
-    """The GPUs of one server divide the target's attention heads."""
-    if submission.facts.sizes is not None:
-        check_heads(submission.job.spec.engine.tp_size, submission.facts.sizes)
+    """The GPUs of one server divide the target, and each stage with servers has as many."""
+    job, facts = submission.job, submission.facts.sizes
+    tp_size = job.spec.engine.tp_size
+    if facts is not None and job.spec.engine.kind == "sglang":
+        check_divided(tp_size, facts)
+    without_servers = ("capture", "train", *(() if job.spec.regenerate.engine is None else ("regenerate",)))
+    for stage, placed in job.gpus.items():
+        if stage in job.spec.stages and stage not in without_servers and 0 < (placed.num_gpus or 0) < tp_size:
+            raise InvalidInput(f"engine.tp_size is {tp_size} and {stage} has {placed.num_gpus} GPUs "
+                               "(placement.num_gpus)", f"give it {tp_size} or more, or lower engine.tp_size")
 
 
-def check_heads(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
-    """Raises InvalidInput when so many GPUs cannot divide the target's heads; `field` gives their number."""
-    # Fewer key-value heads than GPUs are repeated; more must divide evenly, as attention heads must.
-    repeated = facts.num_kv_heads < tp_size
-    left = tp_size % facts.num_kv_heads if repeated else facts.num_kv_heads % tp_size
-    for name, number, rest in (("attention", facts.num_heads, facts.num_heads % tp_size),
-                               ("key-value", facts.num_kv_heads, left)):
-        if rest:
-            raise InvalidInput(f"{field} {tp_size} does not divide the target's {number} {name} heads",
-                               f"use a number that does: {', '.join(map(str, fitting_sizes(facts)))}")
+def check_divided(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
+    """Raises InvalidInput when so many GPUs cannot divide the target; `field` gives their number."""
+    if (what := undivided(facts, tp_size)) is not None:
+        sizes = ", ".join(map(str, fitting_sizes(facts)))
+        raise InvalidInput(f"{field} {tp_size} does not divide {what}",
+                           f"use a number that does: {sizes}" if sizes else "give the unquantised model")
 
 
 def layers_have_sglang_ids(submission: Submission) -> None:
@@ -592,7 +601,7 @@ def hardware_profiles_exist(submission: Submission) -> None:
         if facts is None or not num_gpus:
             continue
         if spec.engine.kind == "sglang":
-            check_heads(num_gpus, facts, f"{field}.placement.num_gpus")
+            check_divided(num_gpus, facts, f"{field}.placement.num_gpus")
         device, weights = gpu_bytes(label), facts.parameters * ELEMENT_BYTES[submission.job.target.dtype]
         if quantisation_config(submission.facts.config) is not None:
             weights = submission.weight_bytes(spec.engine.kind) or 0
@@ -698,17 +707,28 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
         memory_of(label) if for_other_machines and label is not None else here))
 
 
+def memory_without_room(submission: Submission) -> Sequence[EyrieError]:
+    """One error for each stage of a job of one machine that computes on CPUs and exceeds its main memory. A pod has
+    what its placement requests, which is not compared."""
+    job, facts, available = submission.job, submission.facts, memory_here()
+    if job.on_cluster or facts.sizes is None or available is None:
+        return []
+    on_gpus = facts.computes_on_gpus(job.gpus, job.serving_gpus)
+    return too_small_memory(PlannedWork(job, facts.sizes, facts.data),
+                            {stage: stage_gpus(job, stage, on_gpus) for stage in job.gpus}, available)
+
+
 def disk_without_room(submission: Submission) -> Sequence[EyrieError]:
     """An error where the disk under EYRIE_HOME has no room for what the job writes. Only lengths sampled from the data
     refuse a job: without them the plan is an upper bound, which does not prove that the job will not fit."""
     planned, home = submission.job.plan, submission.settings.home
     if planned is None or planned.fits_disk is not False or submission.facts.data.prompt_tokens is None:
         return []
-    return [DiskTooSmall(f"the job needs about {planned.total_bytes_on_disk / 2**30:.1f} GiB under {home} and "
-                         f"{free_bytes(home) / 2**30:.1f} GiB are free",
+    return [DiskTooSmall(f"the job needs about {size(planned.total_bytes_on_disk)} under {home} and "
+                         f"{size(free_bytes(home))} are free",
                          "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
                          "capture.final_state topk, or set EYRIE_HOME to a larger disk")]
 
 
 CAPACITY_CHECKS: tuple[Callable[[Submission], Sequence[EyrieError]], ...] = (
-    missing_here, gpus_without_room, disk_without_room)
+    missing_here, gpus_without_room, disk_without_room, memory_without_room)

@@ -85,6 +85,26 @@ def quantisation_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     raise UnsupportedTarget(f"config.json: quantization_config is {found!r}, not an object", "download the model again")
 
 
+def scale_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of one scale, which SGLang reads of `weight_block_size`; None: not in blocks."""
+    data = quantisation_config(config)
+    block = None if data is None else data.get("weight_block_size")
+    return None if data is None or block is None else _block(data, block)
+
+
+def stored_bits(config: Mapping[str, Any]) -> float | None:
+    """Of a value of a quantised matrix with its share of a scale, by config.json alone; None where it does not say."""
+    try:
+        quantisation = read_quantisation(config)
+    except UnsupportedTarget:
+        return None
+    if quantisation is None:
+        return None
+    rows, columns = (1, 32) if quantisation.method == "mxfp4" else quantisation.block or (1, 2**20)
+    scale = {"mxfp4": 8, "fp8": 32}.get(quantisation.method, 16)
+    return quantisation.bits + scale / (rows * columns)
+
+
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     """How a target is quantised; None: not at all. Raises UnsupportedTarget for what is not computed here."""
     data = quantisation_config(config)

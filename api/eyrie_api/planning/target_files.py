@@ -28,8 +28,16 @@ from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.data_files import open_regular
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
 from eyrie_api.planning.plan_work import TargetFacts
-from eyrie_api.planning.quantised import FLOATS, Matrix, Quantisation, matrices, quantisation_config, read_quantisation
-from eyrie_api.planning.target_config import biases, computed_by_reference
+from eyrie_api.planning.quantised import (
+    FLOATS,
+    Matrix,
+    Quantisation,
+    matrices,
+    quantisation_config,
+    read_quantisation,
+    stored_bits,
+)
+from eyrie_api.planning.target_config import biases, computed_by_reference, language_model
 
 GIT_LFS = b"version https://git-lfs"
 LFS_HINT = "run `git lfs pull` where it was cloned, or download it with `hf download`"
@@ -46,6 +54,9 @@ _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
 
 _READ_BY_DRAFTERS = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|lm_head|embed_out)\.\w+$")
 """Names of embedding and output matrix, and of what a quantised one is stored in."""
+
+_MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
+"""Values of `model_type` whose parameters `TargetFacts` counts as their classes have them, without layers for MTP."""
 
 _LONGEST_NAME = 255  # bytes of a file's name; the system call fails for longer ones
 _SAVE = "save the model again with save_pretrained, or download it again"
@@ -261,8 +272,9 @@ def weights_are_here(directory: Path) -> bool:
 
 def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts, dtype: str,
                  engine: EngineKind) -> int | None:
-    """Bytes of the target's weights in the dtype of the job; quantised ones as SGLang loads them, as they are stored.
-    None where neither the files nor config.json say: an estimate for an unknown architecture may be too high."""
+    """Bytes of the target's weights in the dtype of the job; quantised ones as SGLang loads them: those of the files,
+    else of their index, else estimated from config.json. None where none of them says: an estimate for an unknown
+    architecture may be too high."""
     as_stored = engine == "sglang" and quantisation_config(config) is not None
     if computed_by_reference(config) and not as_stored:
         return sum(prod(shape) for shape in expected_tensors(config, facts).values()) * ELEMENT_BYTES[dtype]
@@ -277,10 +289,19 @@ def served_bytes(directory: Path, config: Mapping[str, Any], facts: TargetFacts,
         total = described.get("total_size") if isinstance(described, dict) else None
         if isinstance(total, int | float) and total > 0:
             stored = int(total)
-    if stored is None or as_stored:
-        return stored
+    if stored is None:
+        return estimated_bytes(config, facts, dtype, as_stored=as_stored)
     element = ELEMENT_BYTES.get(facts.dtype or "")
-    return None if element is None else stored * ELEMENT_BYTES[dtype] // element
+    return stored if as_stored else None if element is None else stored * ELEMENT_BYTES[dtype] // element
+
+
+def estimated_bytes(config: Mapping[str, Any], facts: TargetFacts, dtype: str, *, as_stored: bool) -> int | None:
+    """Bytes of the weights by config.json alone, quantised ones `as_stored`; None for an unknown architecture."""
+    bits = stored_bits(config) if as_stored else 8.0 * ELEMENT_BYTES[dtype]
+    if bits is None or not (computed_by_reference(config) or language_model(config).get("model_type") in _MIXTURES):
+        return None
+    whole = facts.embedding_parameters
+    return round(whole * ELEMENT_BYTES[dtype] + (facts.parameters - whole) * bits / 8)
 
 
 def dense_bytes(directory: Path, config: Mapping[str, Any], dtype: str) -> int:

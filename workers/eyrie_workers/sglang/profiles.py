@@ -13,7 +13,6 @@ target and drafter in the served dtype, the KV pool that the requests can fill, 
 the memory is that which is available now; on a GPU the share that SGLang may use.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Literal
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.targets import ELEMENT_BYTES, Dtype
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.hardware import static_fraction
 from eyrie_api.planning.sglang_support import Unlaunchable
 
 Platform = Literal["cuda", "rocm", "cpu"]
@@ -76,23 +76,6 @@ def profile(name: str) -> SglangHardware:
     if name not in PROFILES:
         raise Unlaunchable(f"hardware profile {name!r} is not known", f"known are {', '.join(PROFILES)}")
     return PROFILES[name]
-
-
-def static_fraction(memory_gib: float) -> float:
-    """SGLang's own rule for `--mem-fraction-static`, less a margin for what speculation needs outside the KV pool.
-
-    The rule (`memory_hook.py`): all memory but 0.5 GiB, 1.5 MiB per token of a prefill chunk, 2 MiB per captured decode
-    batch size and about 0.6 GiB of prefill graphs; at least 10 GiB above 60 GiB. Drafter weights count inside the
-    fraction since SGLang PR 28855. Outside of it are the drafter's graphs and the logits of verification (48 requests x
-    8 draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest GPU. The variant without
-    speculation leaves them unused, so that all variants have the same fraction.
-    """
-    chunk, graphs = next((chunk, graphs) for below, chunk, graphs in (
-        (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (math.inf, 16384, 512)) if memory_gib < below)
-    reserved_mib = 512 + 1.5 * chunk + 2 * graphs + 600
-    if memory_gib > 60:
-        reserved_mib = max(reserved_mib, 10 * 1024)
-    return math.floor(100 * (1 - reserved_mib / (1024 * memory_gib) - 0.02)) / 100
 
 
 def captured_batches(max_running_requests: int) -> tuple[int, ...]:
