@@ -69,7 +69,6 @@ from eyrie_api.errors import (
     NoUsableData,
 )
 from eyrie_api.planning.facts import target_facts
-from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.quantised import quantisation_config
 from eyrie_api.planning.target_config import choose_source
 from eyrie_api.planning.training_cost import usable_bytes
@@ -159,11 +158,12 @@ def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
     return CapturePlan(tuple(kept), cut, dropped)
 
 
-def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, facts: TargetFacts,
-                aux_layers: tuple[int, ...], digest: str, rows: Iterable[AnsweredRow], always: Sequence[int],
+def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, path: Path, aux_layers: tuple[int, ...],
+                digest: str, rows: Iterable[AnsweredRow], always: Sequence[int],
                 fused_layers: tuple[int, ...] | None = None) -> StoreFormat:
     """The format of the planned rows. Raises DiskTooSmall when no codec fits `max_bytes`.
 
+    path     of the target, whose sizes decide on a draft vocabulary that the spec leaves open
     fused_layers  those of `aux_layers` selected for fusing, if not all.
     rows     the answered rows, read only where top-k logits need a draft vocabulary.
     always   tokens that the draft vocabulary always contains.
@@ -182,7 +182,7 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, fact
         for row_plan, row in _kept(iter(rows), plan):
             answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
             counts.add(row.source_name, torch.bincount(answer, minlength=target.vocab_size))
-        size = spec.draft_vocab_size or draft_vocabulary.default_size(counts, facts, always)
+        size = spec.draft_vocab_size or draft_vocabulary.default_size(counts, target_facts(path), always)
         draft_ids = tuple(draft_vocabulary.build(counts.total_V, size, always).ids.tolist())
     return StoreFormat(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
                        hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
@@ -386,7 +386,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     layers = tuple(sorted({*of_families, *named, *of_heads})) or choice.aux_layers
     # 3. The format, and the states or the plan of them.
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
-    fmt = plan_format(how, plan, config, target_facts(path), layers, digest, read_rows(rows_dir / ROWS),
+    fmt = plan_format(how, plan, config, path, layers, digest, read_rows(rows_dir / ROWS),
                       [*config.eos_token_ids, *special_token_ids(path)], fused_layers=choice.aux_layers)
     if (fmt.stored_as.codec, fmt.stored_as.final_state) != (spec.capture.codec, spec.capture.final_state):
         stage.event("CodecChosen", f"states are stored as {fmt.stored_as.name}: capture.codec {spec.capture.codec} "
