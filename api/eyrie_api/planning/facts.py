@@ -393,11 +393,12 @@ def _sample(source: DataSource, number: int, answered: bool, target: Path | None
     answerable = refusals.count("")
     fault = fault or next(filter(None, refusals), "the same prompts again")
     of_first = f"of the first {len(lines)} rows of {source.path!r}"
+    packed = f", {_TEXT_OF_BYTE[GZIP]:g} of text to a packed one" if any(file.suffix == GZIP for file in files) else ""
     if not answerable:
         raise NoUsableData(f"data.sources[{number}].path: none {of_first} can be answered: {fault}",
                            "give conversations that the target's chat template accepts")
     share = f"{len(lines) - answerable} {of_first} will not be answered; the first reason: {fault}"
     return DataFacts(round(rows * len(conversations) / len(lines)), mean / _BYTES_PER_TOKEN, None,
-                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token",
+                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token{packed}",
                      accepted=answerable / len(conversations),
                      not_usable=() if answerable == len(lines) else (share,))
