@@ -3,7 +3,7 @@
 Prints the numbers that decide whether drafting can pay on this machine: plain decoding against `transformers` generate
 (same weights, dtype, threads, prompts; alternating, so that a slow minute hits both; N prompts at once), the cost of
 verifying some tokens against one, and with a drafter its cost per round, acceptance length and speed-up. CPU seconds of
-this process are printed beside wall seconds: on a busy machine they are the steadier of the two.
+this process are printed next to wall seconds: on a busy machine they are the steadier of the two.
 
 A bench, not a test: nothing here decides anything.
 """

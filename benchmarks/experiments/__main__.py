@@ -27,7 +27,7 @@ from eyrie_api.errors import EyrieError
 EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
                layer_choice)
 OWN_DATA = (on_policy, layer_choice)
-"""They need the shipped target's corpus, or a target that is trained for them."""
+"""They cannot run on a published target."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     chosen = [module for module in EXPERIMENTS if module.NAME in options.only
               and not (options.job == PUBLISHED_JOB and module in OWN_DATA)]
+    for name in set(options.only) - {module.NAME for module in chosen}:
+        print(f"{name} is left out: it needs the shipped target's corpus, or a target that is trained for it")
     for number, module in enumerate(chosen, start=1):
         file = options.out / f"{module.NAME}.json"
         command = command_of(module.NAME, options)
