@@ -33,7 +33,8 @@ def test_servers_that_do_not_fit_together_are_measured_in_turn_and_one_that_ende
     uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), stage)
     history = ServerHistory(tmp_path, "d")
     pool = ServerPool(plan, uses, tmp_path / "variants", stage, history, capacity=1)
-    proof = Proof(spec, stage, plan, uses, select_prompts(spec, read_suites(spec, stage)),
+    prompts = select_prompts(spec, read_suites(spec, stage), spec.benchmark.suites)
+    proof = Proof(spec, stage, plan, uses, prompts, prompts,
                   JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), history, pool=pool)
     answers, load = checks_of(spec, len(uses))
     try:

@@ -26,7 +26,8 @@ class SuiteSpec(Frozen):
     """Prompts taken from the suite, the first ones of the file."""
 
     required: bool = True
-    """Whether promotion demands a speed-up in this suite."""
+    """Whether promotion demands a speed-up in this suite. Where one is required, the tuner's races and the proof's load
+    are of prompts of required suites alone; identity is checked on all."""
 
 QUICKSTART_SUITES = tuple(
     SuiteSpec(name=name, path=f"quickstart:{name}") for name in ("chat", "math", "code", "tools")
@@ -67,6 +68,11 @@ class BenchmarkSpec(Frozen):
 
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; default: all."""
+
+    @property
+    def deciding_suites(self) -> tuple[SuiteSpec, ...]:
+        """The required suites; all where none is required."""
+        return tuple(suite for suite in self.suites if suite.required) or self.suites
 
     @field_validator("concurrencies")
     @classmethod

@@ -31,10 +31,12 @@ from eyrie_workers.stages.prove import (
     Proof,
     prove,
     record_answers,
+    select_prompts,
     select_use,
     tuned_rival,
     variants_to_compare,
 )
+from eyrie_workers.stages.tune import draw_prompts
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -53,6 +55,22 @@ SMALL = ProveSpec(concurrencies=(1, 2), requests=4, most_pairs=3, max_new_tokens
 @pytest.fixture(autouse=True)
 def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_speed_is_measured_on_prompts_of_required_suites_and_identity_on_those_of_all(tmp_path: Path) -> None:
+    bench, tune = stage_specs(tmp_path)
+    sums, talk = bench.benchmark.suites
+    only_sums = bench.benchmark.model_copy(update={"suites": (sums, talk.model_copy(update={"required": False}))})
+    none = only_sums.model_copy(update={"suites": tuple(
+        suite.model_copy(update={"required": False}) for suite in only_sums.suites)})
+    suites = {suite.name: [Prompt(str(number), suite.name, ()) for number in range(30)] for suite in (sums, talk)}
+    spec = spec_in(tmp_path, tuned(None), benchmark=only_sums)
+    assert {prompt.suite for prompt in select_prompts(spec, suites, only_sums.deciding_suites)} == {"sums"}
+    assert {prompt.suite for prompt in select_prompts(spec, suites, only_sums.suites)} == {"sums", "talk"}
+    drawn = draw_prompts(suites, tune.model_copy(update={"benchmark": only_sums}))
+    assert {prompt.suite for prompt in [*drawn.probed, *drawn.raced]} == {"sums"}
+    assert {name: bool(final) for name, final in drawn.final.items()} == {"sums": True, "talk": True}
+    assert none.deciding_suites == none.suites
 
 
 def best_at(points: dict[int, Setting]) -> OperatingMap:
@@ -254,8 +272,8 @@ def test_a_server_that_ends_is_started_again_when_it_is_flushed_and_a_rival_that
     uses = {"off": DrafterUse(), RIVAL: DrafterUse(drafter_dir=str(damaged), setting=CHAIN)}
     history = ServerHistory(tmp_path, "d")
     pool = ServerPool(ServerPlan("embedded", spec.target, 2), uses, tmp_path / "variants", stage, history, capacity=1)
-    proof = Proof(spec, stage, pool.plan, uses, [], JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"), history,
-                  pool=pool)
+    proof = Proof(spec, stage, pool.plan, uses, [], [], JsonlLedger(tmp_path / "found.jsonl", CheckResult, "d"),
+                  history, pool=pool)
     try:
         before = pool.flushed("off")
         assert pool.flushed("off") == before

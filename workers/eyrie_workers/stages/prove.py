@@ -43,6 +43,7 @@ from pathlib import Path
 
 from eyrie_api.artifacts import digest_model, read_report, write_model
 from eyrie_api.chat_template import probes
+from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.comparison import ANSWERS_FILE, MAX_ANSWER, MAX_PROMPT, RecordedAnswer, RecordedAnswers
 from eyrie_api.contract.load import LoadReport, LoadSpec, fewest_requests
 from eyrie_api.contract.model import Frozen
@@ -171,7 +172,8 @@ class Proof:
     stage: Stage
     plan: ServerPlan
     uses: DrafterUses
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Prompt]  # of all suites: identity is checked on them
+    load_prompts: Sequence[Prompt]  # of the suites that decide: speed is measured on them
     ledger: JsonlLedger[CheckResult]
     history: ServerHistory
     pool: ServerPool | None = None
@@ -223,7 +225,7 @@ class Proof:
         least   requests per variant, at least
         """
         assert self.pool is not None
-        names, prompts = list(variants), self.prompts
+        names, prompts = list(variants), self.load_prompts
         if self.pool.capacity < len(names):
             return run_load_in_turn(names, self.endpoint, prompts, load_spec(
                 self.spec, [load], max(1, least // _REPEATS), _REPEATS, system_prompt), BASELINE, self.report_progress,
@@ -268,7 +270,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     suites = read_suites(spec, stage)
     uses = variants_to_compare(spec, use, stage, tuned_rival(spec, tuned, plan))
     launch = command_line(plan, CANDIDATE, uses, stage.out_dir / VARIANTS)
-    proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites),
+    proof = Proof(spec, stage, plan, uses, select_prompts(spec, suites, spec.benchmark.suites),
+                  select_prompts(spec, suites, spec.benchmark.deciding_suites),
                   open_ledger(CheckResult, stage, spec, LEDGER), ServerHistory(stage.out_dir, digest_model(spec)))
     _run_all(proof, checks_of(spec, len(uses.keys() - {FIXED})))
     collected = proof.result(ANSWERS)
@@ -364,10 +367,10 @@ def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage,
     return uses
 
 
-def select_prompts(spec: ProveStage, suites: Suites) -> list[Prompt]:
-    """Prompts of all suites in turn, after those that selected the checkpoint where a suite is long enough."""
-    share = -(-max(spec.prove.requests, spec.prove.parity_prompts) // len(suites))
-    drawn = {suite.name: select(suites[suite.name], suite.max_prompts, share) for suite in spec.benchmark.suites}
+def select_prompts(spec: ProveStage, suites: Suites, among: Sequence[SuiteSpec]) -> list[Prompt]:
+    """Prompts of some suites in turn, after those that selected the checkpoint where a suite is long enough."""
+    share = -(-max(spec.prove.requests, spec.prove.parity_prompts) // len(among))
+    drawn = {suite.name: select(suites[suite.name], suite.max_prompts, share) for suite in among}
     return [prompt for _, prompt in round_robin(drawn)]
 
 

@@ -357,10 +357,11 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
 
 
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
-    """Prompts to predict from, to race on, and for the final measurement."""
-    shares = operating.even_shares(2 * spec.tune.max_prompts, len(spec.benchmark.suites))
-    drawn = {suite.name: operating.draw(suites[suite.name], suite.max_prompts, share)
-             for suite, share in zip(spec.benchmark.suites, shares, strict=True)}
+    """Prompts to predict from and to race on, both of the suites that decide, and for the final measurement, of all."""
+    deciding = [suite.name for suite in spec.benchmark.deciding_suites]
+    shares = dict(zip(deciding, operating.even_shares(2 * spec.tune.max_prompts, len(deciding)), strict=True))
+    drawn = {suite.name: operating.draw(suites[suite.name], suite.max_prompts, shares.get(suite.name, 0))
+             for suite in spec.benchmark.suites}
     order = [prompt for _, prompt in round_robin({name: grid for name, (grid, _) in drawn.items() if grid})]
     half = (len(order) + 1) // 2
     return Prompts(probed=order[:half], raced=order[half:] or order,
