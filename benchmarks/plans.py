@@ -18,10 +18,11 @@ from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan
 from eyrie_api.planning.facts import facts_of
+from eyrie_api.planning.hardware import fitting_sizes, memory_of, served_memory
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
-from eyrie_api.planning.resolve import derive
+from eyrie_api.planning.resolve import derive, with_declared_loads, with_gpu_defaults
 from eyrie_api.planning.target_files import estimated_bytes
 from eyrie_api.quantities import size
 
@@ -41,6 +42,19 @@ QWEN_235B: dict[str, Any] = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 """Of Qwen3-235B-A22B-FP8's config.json, what a plan depends on."""
+
+
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, num_layers=80, intermediate_size=28_672, num_heads=64)
+SMOLLM2 = replace(LLAMA_8B, hidden_size=576, num_layers=30, vocab_size=49_152, intermediate_size=1536, num_heads=9,
+                  num_kv_heads=3, head_dim=64, tie_word_embeddings=True)
+DEEPSEEK_671B: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129_280,
+    "intermediate_size": 18_432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+"""The same of DeepSeek-V3."""
 
 
 def served_by_sglang(config: dict[str, Any]) -> TargetFacts:
@@ -73,25 +87,58 @@ class Job:
         if self.gpu_type is not None:
             document["placement"] = {"every": {"num_gpus": self.num_gpus, "gpu_type": self.gpu_type}}
             document["engine"] |= {"num_gpus": self.num_gpus, "tp_size": self.tp_size}
-        spec = JobSpec.model_validate(document)
+        spec = with_declared_loads(with_gpu_defaults(
+            JobSpec.model_validate(document), has_sglang=True, num_gpus=self.num_gpus))
         return make_plan(derive(spec), self.target, None, data_facts=self.data, gpu_hour_prices=PRICES,
                          store=self.store)
 
 
+H200 = "NVIDIA-H200"
+DATA = DataFacts(20_000, 250.0, 500.0, "means assumed for this page")
 JOBS = (
-    Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B,
-        DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H100-80GB-HBM3"),
+    Job("An 8B target on one H100", "one_gpu.yaml", LLAMA_8B, DATA, "NVIDIA-H100-80GB-HBM3"),
     Job("Qwen3-235B-A22B-FP8 on eight H200, four to a server", "one_gpu.yaml", served_by_sglang(QWEN_235B),
-        DataFacts(20_000, 250.0, 500.0, "means assumed for this page"), "NVIDIA-H200", num_gpus=8, tp_size=4),
+        DATA, H200, num_gpus=8, tp_size=4),
     Job("Olmo-3.1-32B-Think on eight H200", "olmo-3.1-32b.yaml", OLMO_32B,
         DataFacts(500_000, 1024.0, 1024.0, "2048 tokens a conversation, as in the post"),
         store=ObjectStore(STORES["aws-s3"], ranged=True, part_bytes=StoreOptions().part_size_bytes)),
 )
 
 
+SIX = {
+    "SmolLM2-135M": SMOLLM2, "Llama-3.1-8B": LLAMA_8B, "Olmo-3.1-32B": OLMO_32B, "Llama-3.1-70B": LLAMA_70B,
+    "Qwen3-235B-A22B-FP8": served_by_sglang(QWEN_235B), "DeepSeek-V3 (671B, FP8)": served_by_sglang(DEEPSEEK_671B)}
+
+
+def smallest_server(target: TargetFacts) -> int:
+    """The fewest H200 that hold a target's weights and divide it."""
+    weights = target.quantised_bytes or 2 * target.parameters
+    return next(size for size in fitting_sizes(target) if size * served_memory(memory_of(H200) or 0) >= weights)
+
+
+def _six() -> str:
+    rows = ["## Six targets, on one GPU and on eight\n",
+            "The job of [examples/one_gpu.yaml](../examples/one_gpu.yaml) on H200, with the fewest GPUs to a\n"
+            "server that hold the target, in hours; users that fit a server. A test computes every figure again from\n"
+            "the formulas.\n",
+            "| target | GPUs, of a server | regenerate | capture | train | benchmark | tune | prove | total | users |",
+            "|---|---|---|---|---|---|---|---|---|---|"]
+    for name, target in SIX.items():
+        of_server = smallest_server(target)
+        for num_gpus in (1, 8):
+            if of_server > num_gpus:
+                rows.append(f"| {name} | {num_gpus} | refused: `engine.tp_size` {of_server} or more | | | | | | | |")
+                continue
+            plan = Job(name, "one_gpu.yaml", target, DATA, H200, num_gpus, of_server).plan()
+            hours = " | ".join(f"{stage.hours:.2f}" for stage in plan.stages)
+            fit = "-" if plan.serving is None else f"{plan.serving.users_that_fit:,}"
+            rows.append(f"| {name} | {num_gpus}, {of_server} | {hours} | {plan.total_hours:.2f} | {fit} |")
+    return "\n".join(rows) + "\n"
+
+
 def page() -> str:
     """The whole page."""
-    parts = ["# Plans of three jobs\n",
+    parts = ["# Plans of large jobs\n",
              "Computed by `python -m benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
              "of them ([hardware.py](../../api/eyrie_api/planning/hardware.py)); nothing here was measured. Of these\n"
              "GPUs Eyrie has run on one H200 and one H100, without SGLang: [on a GPU](gpu.md) has its figures. "
@@ -109,7 +156,7 @@ def page() -> str:
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]
         if job.store is not None:
             parts.append(_final_states(job, plan))
-    return "\n".join(parts)
+    return "\n".join([*parts, _six()])
 
 
 def _final_states(job: Job, plan: Plan) -> str:

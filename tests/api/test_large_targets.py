@@ -1,20 +1,33 @@
 """Plans of targets that need several GPUs or are quantised, against arithmetic that is done here."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.plans import LLAMA_8B, QWEN_235B, served_by_sglang
+from benchmarks.plans import (
+    DATA,
+    DEEPSEEK_671B,
+    H200,
+    LLAMA_8B,
+    QWEN_235B,
+    SIX,
+    Job,
+    served_by_sglang,
+    smallest_server,
+)
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.errors import GpuTooSmall, InvalidInput
 from eyrie_api.planning.facts import facts_of
 from eyrie_api.planning.hardware import fitting_sizes, undivided
 from eyrie_api.planning.plan import make_plan
-from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.plan_stages import tree_shapes
+from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.resolve import derive
 from eyrie_api.planning.target_files import INDEX
@@ -23,16 +36,7 @@ from eyrie_api.settings import Settings
 from tests.api.samples import job_spec
 from tests.api.test_preflight import on_cluster
 
-H200 = "NVIDIA-H200"
 GIB = 2**30
-DATA = DataFacts(20_000, 250.0, 500.0, "a sample")
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129_280,
-    "intermediate_size": 18_432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 
 
 def job(num_gpus: int = 8, tp_size: int = 1, **changes: Any) -> JobSpec:
@@ -64,7 +68,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 def test_a_mixture_has_the_parameters_that_its_authors_publish() -> None:
-    qwen, deepseek = (facts_of(config, "config.json") for config in (QWEN_235B, DEEPSEEK_V3))
+    qwen, deepseek = (facts_of(config, "config.json") for config in (QWEN_235B, DEEPSEEK_671B))
     assert qwen.parameters / 1e9 == pytest.approx(235.1, abs=0.1)
     assert qwen.active_parameters / 1e9 == pytest.approx(22.2, abs=0.1)
     # "671B total parameters with 37B activated for each token" (arXiv:2412.19437).
@@ -97,6 +101,49 @@ def test_decoding_reads_the_bytes_of_a_quantised_target_and_computes_its_active_
     prompts_s = rows * 250 * 2 * 22.19e9 / (8 * 0.9**2 * 0.4 * 989e12)
     start_s = 60 + 236.4e9 / 2e9
     assert regenerate.hours * 3600 == pytest.approx(answers_s + prompts_s + start_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [
+    (name, num_gpus) for name, target in SIX.items() for num_gpus in (1, 8) if smallest_server(target) <= num_gpus])
+def test_the_hours_of_every_stage_of_six_targets_are_those_of_arithmetic_done_here(name: str, num_gpus: int) -> None:
+    target, tp = SIX[name], smallest_server(SIX[name])
+    job = Job(name, "one_gpu.yaml", target, DATA, H200, num_gpus, tp)
+    hours = {one.stage: one.hours for one in job.plan().stages}
+    servers, weights = num_gpus // tp, target.quantised_bytes or 2 * target.parameters
+    active, share = target.active_parameters, target.active_parameters / target.parameters
+    # Of a server: 989 TFLOP/s and 4.8 TB/s for each GPU, of which 40 % and 60 % are reached, and 90 % of that for each
+    # doubling.
+    doubled = tp * 0.9 ** math.log2(tp)
+    flops_s, bytes_s = 0.4 * 989e12 * doubled, 0.6 * 4.8e12 * doubled
+    prompt_tokens_s, one_user = flops_s / (2 * active), bytes_s / (weights * share)
+
+    def users_tokens_s(users: int) -> float:
+        return min(prompt_tokens_s, bytes_s / weights * max(1 / share, users))
+
+    rows, server_s, program_s = 19_600, 60 + weights / 2e9, 20 + weights / 2e9
+    seconds = {
+        "regenerate": rows * 250 / (servers * prompt_tokens_s) + rows * 500 / (servers * users_tokens_s(64 * tp))
+        + server_s,
+        # Computed, or written at 1 GB/s.
+        "capture": max(rows * 750 / (servers * prompt_tokens_s), job.plan().stages[1].bytes_on_disk / 1e9) + program_s,
+        "train": 3 * rows * 750 * job.plan().bytes_per_token / 1e9}  # three epochs, read at 1 GB/s
+    # Three checkpoints, each with and without a drafter: 80 prompts at two temperatures, 256 tokens.
+    suite_tokens = 2 * 80 * 2 * 256
+    seconds["benchmark"] = 3 * suite_tokens / (servers * one_user) + (math.ceil(3 / servers) + 1) * server_s
+    # The settings of the grid with n-gram look-up and off, a quarter of which are raced at three loads.
+    spec = TuneSpec()
+    raced = math.floor((len(tree_shapes(spec)) + 7 + 1) / 4)
+    race_s = min(600, raced * 3 * 8 * 2 * 256 / one_user)
+    seconds["tune"] = race_s + suite_tokens / one_user + raced * server_s
+    # One user: 64 requests in both variants, 3 x 12 of parity, 32 in both with another prompt. Loads of 8 and 32: six
+    # pairs of blocks of two requests per user, and parity under load.
+    alone, together = 2 * 64 + 3 * 12 + 2 * 32, 2 * 6 * 2 * (8 + 32) + 2 * (2 * 32 + 12)
+    seconds["prove"] = alone * 256 / one_user + together * 256 / users_tokens_s(32) + 2 * server_s
+    for stage, expected in seconds.items():
+        if (name, num_gpus, stage) == ("Olmo-3.1-32B", 1, "train"):  # one GPU computes for longer than it reads
+            assert 3600 * hours[stage] > expected
+        else:
+            assert 3600 * hours[stage] == pytest.approx(expected, rel=0.01), stage
 
 
 # Tensor parallelism.
@@ -206,7 +253,7 @@ def test_keys_and_values_are_repeated_where_there_are_fewer_heads_than_gpus_and_
 
     assert user(QWEN_235B, 2) == user(QWEN_235B, 4) == 4096 * 2 * (94 + 1) * 4 * 128 * 2
     assert user(QWEN_235B, 8) == 2 * user(QWEN_235B, 4)
-    assert user(DEEPSEEK_V3, 8) == 8 * 4096 * (61 + 1) * 576 * 2
+    assert user(DEEPSEEK_671B, 8) == 8 * 4096 * (61 + 1) * 576 * 2
 
 
 def test_users_that_do_not_fit_are_warned_of_and_what_is_not_served_has_no_memory() -> None:

@@ -16,11 +16,12 @@ from benchmarks import training_memory
 from eyrie_api.contract.capture import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.contract.data import FEW_ROWS, DataSpec
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.contract.plan import Plan, StageComparison, StagePlan
 from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
-from eyrie_api.planning.plan import make_plan
+from eyrie_api.planning.hardware import Rates
+from eyrie_api.planning.plan import make_plan, measured_rates
 from eyrie_api.planning.plan_stages import tree_shapes
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
 from eyrie_api.planning.resolve import derive
@@ -38,6 +39,20 @@ SMALL = TargetFacts(hidden_size=256, num_layers=16, vocab_size=2048, intermediat
 
 def plan_of(spec: JobSpec, target: TargetFacts, free_bytes: int | None) -> Plan:
     return make_plan(derive(spec), target, free_bytes)
+
+
+def test_with_the_rates_that_a_job_measured_its_plan_has_the_times_that_its_stages_took() -> None:
+    spec, slower = job_spec(), {"regenerate": 2.0, "capture": 2.0, "train": 0.5, "prove": 4.0}
+    before = plan_of(spec, SMALL, None)
+    rows = tuple(StageComparison(stage=stage.stage, planned=stage, seconds=slower[stage.stage] * stage.hours * 3600,
+                                 is_running=False, size_bytes=1) for stage in before.stages if stage.stage in slower)
+    rates = {name.removeprefix("EYRIE_").removesuffix("_GFLOPS").lower(): value
+             for name, value in measured_rates(before, rows).items()}
+    after = make_plan(derive(spec), SMALL, None, rates=Rates(**rates))
+    for row, stage in zip(rows, (stage for stage in after.stages if stage.stage in slower), strict=True):
+        assert stage.hours * 3600 == pytest.approx(row.seconds, rel=0.05), stage.stage
+    unfinished = tuple(row.model_copy(update={"size_bytes": None}) for row in rows)
+    assert measured_rates(before, unfinished) == {}
 
 
 def test_the_seeds_42_tib_is_40_tib_when_divided_by_1024s() -> None:

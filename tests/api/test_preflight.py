@@ -425,7 +425,7 @@ def test_the_gpus_of_the_clusters_profile_decide_dtype_engine_and_plan_as_those_
     short = job_spec(target={"model": str(target), "dtype": "auto"}, data={"sources": [{"path": "org/chats"}]})
     checked = check(short, settings)
     assert (checked.spec.target.dtype, checked.spec.engine.kind) == ("bfloat16", "sglang")
-    assert checked.spec.data.max_conversations == 20_000
+    assert (checked.spec.data.max_conversations, checked.spec.regenerate.concurrency) == (20_000, 64)
     assert checked.spec.placement == JobPlacement(), "what is stored requests what the job says"
     assert checked.plan is not None
     assert {(one.num_gpus, one.gpu_type) for one in checked.plan.stages} == {(1, "H100")}
@@ -444,6 +444,14 @@ def test_what_a_job_names_stays_and_the_shipped_target_needs_no_more(tmp_path: P
     assert (named.engine.kind, named.data.max_conversations) == ("embedded", 300)
     shipped = check(job_spec(target={"model": "quickstart"}, data={"sources": [{"path": "quickstart"}]}), settings).spec
     assert (shipped.engine.kind, shipped.data.max_conversations) == ("embedded", 1000)
+
+
+def test_settings_are_tuned_for_the_loads_that_a_job_declares_unless_it_names_others(
+        settings: Settings, target: Path) -> None:
+    declared = job_spec(target={"model": str(target)}, prove={"concurrencies": [1, 2, 8]})
+    assert check(declared, settings).spec.tune.concurrencies == (1, 2, 8)
+    named = job_spec(target={"model": str(target)}, prove={"concurrencies": [1, 2, 8]}, tune={"concurrencies": [1, 4]})
+    assert check(named, settings).spec.tune.concurrencies == (1, 4)
 
 
 def test_sglang_on_a_cluster_without_gpus_is_asked_for_greedy_answers_alone(tmp_path: Path) -> None:

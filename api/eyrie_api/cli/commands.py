@@ -291,6 +291,15 @@ def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> 
 app.command("show", hidden=True)(job_)
 
 
+@app.command()
+@verb
+def calibrate(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Compare a job's plan with what its stages took, and print the machine's rates for later plans."""
+    with connect(server) as client:
+        compared = client.planned_and_actual(find_job(client, job).id)
+    Screen(as_json=as_json).show(compared, tables.calibration_view(compared))
+
+
 @app.command("watch")
 @verb
 def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job.")] = None,

@@ -16,7 +16,7 @@ from rich.text import Text
 from eyrie_api.contract.alerts import AlertItem
 from eyrie_api.contract.endpoints import History
 from eyrie_api.contract.model import Interval
-from eyrie_api.contract.plan import Plan, PlannedStages, TimeLeft
+from eyrie_api.contract.plan import Plan, PlannedAndActual, PlannedStages, TimeLeft
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.status import (
@@ -324,6 +324,20 @@ def planned_words(planned: PlannedStages) -> str:
     return (f"planned: {duration(3600 * total)}{ends}, {size(sum(stage.bytes_on_disk for stage in stages))} on disk"
             + (f", {gpu_hours:,.1f} GPU hours" if gpu_hours else "")
             + (f"; {longest.stage} takes {longest.hours / total:.0%}" if total else "") + "; eyrie plan has the rest")
+
+
+def calibration_view(compared: PlannedAndActual) -> RenderableType:
+    """Planned and actual time by stage, and the settings that would have made them equal."""
+    table = _table("STAGE", "PLANNED", "TOOK", "RATIO", right=("PLANNED", "TOOK", "RATIO"))
+    for row in compared.stages:
+        planned, took = (None if seconds is None else duration(seconds)
+                         for seconds in (row.planned_seconds, row.seconds))
+        table.add_row(row.stage, planned or "-", (took or "-") + (" so far" if row.is_running else ""),
+                      times(row.time_ratio))
+    settings = [f"{name}={value:g}" for name, value in compared.rates.items()]
+    said = ("Plans follow these times when the control plane starts with:", *settings) if settings else (
+        "No stage on CPUs has finished; rates of GPUs are published ones.",)
+    return Group(table, Text(), *map(Text, said))
 
 
 def _store_view(plan: Plan) -> list[RenderableType]:

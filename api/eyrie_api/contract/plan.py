@@ -128,6 +128,10 @@ class PlannedAndActual(Frozen):
     time_left: TimeLeft | None
     """null of a job that does not run, and below ten minutes: on CPUs a plan does not count the start of programs."""
 
+    rates: dict[str, float] = Field(default_factory=dict)
+    """Settings of the control plane (EYRIE_*_GFLOPS) with which the plan would have had the times of the finished
+    stages; of stages on CPUs, since rates of GPUs are published ones."""
+
 
 class Present(Frozen):
     """What earlier jobs of the project have of this job (`reuse: auto`)."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from eyrie_api.contract.engine import SamplingSpec
-from eyrie_api.contract.model import Frozen
+from eyrie_api.contract.model import Frozen, depends
 
 
 class RegenerateSpec(Frozen):
@@ -34,8 +34,8 @@ class RegenerateSpec(Frozen):
     max_new_tokens: int = Field(256, ge=1, le=131_072)
     """Longest answer, in tokens; a source may set its own."""
 
-    concurrency: int = Field(24, ge=1, le=4096)
-    """Conversations in flight."""
+    concurrency: int = depends(24, ge=1, le=4096)
+    """Conversations in flight. Omitted, 64 for each GPU where SGLang answers on GPUs."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Row i is sampled with a seed derived from this and the row id, so a restart repeats the same answer."""

@@ -175,8 +175,8 @@ class TuneSpec(Frozen):
     ngram: bool = True
     """Also compare n-gram look-up, in chains of the same depths. Off is always compared."""
 
-    concurrencies: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field((1, 4), min_length=1, max_length=16)
-    """Requests decoded at once: the loads to find the best setting for."""
+    concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = depends((1, 4), min_length=1, max_length=32)
+    """Requests decoded at once: the loads to find the best setting for. Omitted, those of `prove.concurrencies`."""
 
     trials_share: float = Field(0.25, gt=0.0, le=1.0)
     """The share of all pairs of setting and concurrency that may be measured; at least four per concurrency."""

@@ -50,7 +50,7 @@ def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[L
         devices_per_server=job.spec.engine.tp_size)
 
 
-def planned_and_actual(plan: PlannedStages, stages: Sequence[StageStatus], sizes: Mapping[str, int],
+def planned_and_actual(plan: PlannedStages | Plan, stages: Sequence[StageStatus], sizes: Mapping[str, int],
                        now: datetime) -> tuple[StageComparison, ...]:
     """A row for every stage of the plan or the job, in order. `sizes`: bytes of the files of a stage."""
     planned, compared = _by_stage(plan), []

@@ -7,7 +7,7 @@ The rates are those of the GPUs that the job requests (`planning.hardware`), wit
 settings with measured defaults, and a plan is accurate to about a factor of two of what is computed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.benchmark import RivalSpec
@@ -16,7 +16,7 @@ from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
-from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StagePlan
+from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StageComparison, StagePlan
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.hardware import (
@@ -451,15 +451,29 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
         source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
+_RATES = (("prefill rate", "prefill", ("capture",)), ("decode rate, many requests", "decode", ("regenerate",)),
+          ("decode rate, one request", "single", ("prove", "tune", "benchmark")),
+          ("training rate", "train", ("train",)))
+"""Each rate's name as an assumption, its field of `Rates`, and the stages whose hours rest on it."""
+
+
+def measured_rates(plan: Plan, stages: Sequence[StageComparison]) -> dict[str, float]:
+    """Settings of the control plane with which a plan's hours on CPUs would be those that its finished stages took. A
+    stage with work of several kinds counts as its main one. Pure."""
+    assumed, settings = {assumption.name: assumption.value for assumption in plan.assumptions}, {}
+    for name, field, of_stages in _RATES:
+        rows = [row for row in stages if row.stage in of_stages and row.time_ratio and row.size_bytes is not None
+                and row.planned is not None and not row.planned.num_gpus]
+        if rows and name in assumed:
+            share = sum(row.planned_seconds or 0.0 for row in rows) / sum(row.seconds or 0.0 for row in rows)
+            settings[f"EYRIE_{field.upper()}_GFLOPS"] = float(f"{assumed[name] * share:.3g}")
+    return settings
+
+
 def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
-    named: list[tuple[str, str, Callable[[Rates], float]]] = [
-        ("prefill rate", "capture", lambda rates: rates.prefill),
-        ("decode rate, many requests", "regenerate", lambda rates: rates.decode),
-        ("decode rate, one request", "prove", lambda rates: rates.single),
-        ("training rate", "train", lambda rates: rates.train)]
-    rates = [Assumption(name=name, value=round(rate(used[stage]), 1), unit="GFLOP/s", source=used[stage].source)
-             for name, stage, rate in named if stage in used]
+    rates = [Assumption(name=name, value=round(getattr(used[first], field), 1), unit="GFLOP/s",
+                        source=used[first].source) for name, field, (first, *_) in _RATES if first in used]
     store = used["capture"].store_bytes_per_s if "capture" in used else None
     if counts.get("capture") and store is not None:
         rates.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",

@@ -222,7 +222,8 @@ def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
                         gpu_memory=None if job.on_cluster else gpu_memory_here())
     chosen = [f"{name} {value}" for name, value, before in (
         ("engine", job.spec.engine.kind, spec.engine.kind),
-        ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations)) if value != before]
+        ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations),
+        ("regenerate.concurrency", job.spec.regenerate.concurrency, spec.regenerate.concurrency)) if value != before]
     notes: list[str] = []
     if not job.on_cluster:  # for the reader of a plan, who may plan for another machine
         notes = [f"a job of this plan is refused on this machine: {error.message}"

@@ -1,7 +1,7 @@
 """`JobSpec -> ResolvedJob`, once, when a job is submitted. Pure: all that it needs besides the document is in `Facts`.
 
 1. `resolve` fills in the defaults that depend on hardware, target and data: GPUs that a cluster profile gives, dtype,
-   engine, number of conversations, benchmark suites, temperatures, draft tree.
+   engine, number of conversations, requests at once, benchmark suites, temperatures, draft tree.
 2. `derive` adds what follows from a document without open defaults: candidates, layers to capture, whether one program
    trains all candidates, the job's share of its project's quotas.
 3. `preflight` checks the result and adds the plan.
@@ -26,6 +26,7 @@ from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTa
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.facts import Device, Facts, stored_dtype
+from eyrie_api.planning.hardware import BATCH
 from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement, serving_gpus
 from eyrie_api.planning.sweep import expand, trains_together
 
@@ -58,8 +59,9 @@ def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
     spec = spec.model_copy(update={
         "target": JobTarget(model=spec.target.model, revision=spec.target.revision, dtype=dtype)})
     if on_gpus:
-        spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and facts.has_sglang)
-    spec = _with_engine_defaults(_with_suites(spec, facts.data.rows), device)
+        spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and facts.has_sglang,
+                                 num_gpus=gpus["regenerate"].num_gpus or spec.engine.num_gpus or 1)
+    spec = _with_engine_defaults(_with_suites(with_declared_loads(spec), facts.data.rows), device)
     job = derive(spec, gpus, serving, on_cluster=profile is not None)
     if profile is not None:
         job = job.model_copy(update={"demand": Demand(num_gpus=_gpus_at_once(job, profile),
@@ -133,17 +135,31 @@ def replicas_of(serve: ServeSpec, profile: ClusterProfile | None) -> int:
 # Defaults.
 
 
-def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
+def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool, num_gpus: int = 1) -> JobSpec:
     """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one (it computes
-    no float32 there), and more conversations than are right for the shipped targets."""
+    no float32 there), with as many requests at once as `num_gpus` hold, and more conversations than are right for the
+    shipped targets."""
     if spec.target.model in (QUICKSTART, *TRAINED_HERE):
         return spec
     if has_sglang and "kind" not in spec.engine.model_fields_set and spec.target.dtype != "float32":
         spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
+    regenerate = spec.regenerate
+    if spec.engine.kind == "sglang" and regenerate.engine is None and (
+            "concurrency" not in regenerate.model_fields_set):
+        spec = spec.model_copy(update={
+            "regenerate": regenerate.model_copy(update={"concurrency": BATCH * num_gpus})})
     if spec.trains and "max_conversations" not in spec.data.model_fields_set:
         spec = spec.model_copy(update={
             "data": spec.data.model_copy(update={"max_conversations": GPU_CONVERSATIONS})})
     return spec
+
+
+def with_declared_loads(spec: JobSpec) -> JobSpec:
+    """The job with settings tuned for the loads that it declares, unless it names others."""
+    if "concurrencies" in spec.tune.model_fields_set:
+        return spec
+    return spec.model_copy(update={
+        "tune": spec.tune.model_copy(update={"concurrencies": spec.prove.concurrencies})})
 
 
 def _with_engine_defaults(spec: JobSpec, device: Device) -> JobSpec:

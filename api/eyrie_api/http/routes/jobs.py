@@ -18,7 +18,7 @@ from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
-from eyrie_api.http.control import EndsWithClient, RequestControl
+from eyrie_api.http.control import Control, EndsWithClient, RequestControl
 from eyrie_api.planning import preflight
 from eyrie_api.planning.facts import with_absolute_paths
 
@@ -116,10 +116,15 @@ def get_submitted(job_id: str, control: RequestControl) -> dict[str, JsonValue]:
 def get_plan(job_id: str, control: RequestControl) -> PlannedStages:
     """What each stage was planned to take when the job was accepted. 404 where the target's sizes were unknown then;
     `POST /v1alpha1/plans` plans a document now."""
+    return PlannedStages(stages=kept_plan(job_id, control).stages)
+
+
+def kept_plan(job_id: str, control: Control) -> Plan:
+    """The plan that a job was accepted with. Raises NotFound."""
     planned = control.jobs.resolved(job_id).plan
     if planned is None:
         raise NotFound(f"no plan of job {job_id} was kept", "POST its spec to /v1alpha1/plans to plan it now")
-    return PlannedStages(stages=planned.stages)
+    return planned
 
 
 @router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")

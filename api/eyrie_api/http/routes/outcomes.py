@@ -28,7 +28,8 @@ from eyrie_api.decisions.leaderboard import Selection
 from eyrie_api.errors import NotFound
 from eyrie_api.figures.job_figures import figure_of, figures_of
 from eyrie_api.http.control import Control, EndsWithClient, RequestControl
-from eyrie_api.http.routes.jobs import JOBS, get_plan
+from eyrie_api.http.routes.jobs import JOBS, kept_plan
+from eyrie_api.planning.plan import measured_rates
 
 router = APIRouter(tags=["outcomes"])
 
@@ -52,13 +53,14 @@ def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
 
 @router.get(JOBS + "/{job_id}/plan/actual")
 def compare_plan(job_id: str, control: RequestControl) -> PlannedAndActual:
-    """The plan that the job was accepted with against time and bytes of its stages so far, and about what a running job
-    will still take. 404 for a job without a plan."""
-    job, plan = control.jobs.get(job_id), get_plan(job_id, control)
+    """The plan that the job was accepted with against time and bytes of its stages so far, about what a running job
+    will still take, and the machine's rates by what it took. 404 for a job without a plan."""
+    job, plan = control.jobs.get(job_id), kept_plan(job_id, control)
     sizes: Counter[str] = Counter()
     for finished in control.files.manifests(job_id):
         sizes[finished.stage] += sum(entry.size_bytes for entry in finished.manifest.files)
-    return PlannedAndActual(stages=planned_and_actual(plan, job.status.stages, sizes, utc_now()),
+    stages = planned_and_actual(plan, job.status.stages, sizes, utc_now())
+    return PlannedAndActual(stages=stages, rates=measured_rates(plan, stages),
                             time_left=times_left(control, (job,)).get(job_id))
 
 
