@@ -88,6 +88,7 @@ SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
     "GPUs": (from_file("values-ha.yaml", "values-gpu.yaml"), ()),
     "a shared file system": (from_file("values-ha.yaml", "values-gpu.yaml", "values-volume.yaml"), ()),
     "air-gapped": (from_file("values-ha.yaml", "values-gpu.yaml", "values-air-gapped.yaml"), ()),
+    "a company": (from_file("values-ha.yaml", "values-gpu.yaml", "values-company.yaml"), EVERYTHING),
     "external stores by plain values": (EXTERNAL, ()),
     "namespaced": ({"operator": {"namespaced": True, "watchNamespaces": ["a", "b"], "mirrorNamespace": "a"},
                     "rbac": {"userRoles": False}}, ()),

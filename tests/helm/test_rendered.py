@@ -8,10 +8,11 @@ import yaml
 from kubernetes_validate import SchemaNotFoundError, validate
 
 from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCacheSpec
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import S3Work, VolumeWork
 from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.planning.placement import read_profile
+from eyrie_api.planning.placement import read_profile, resolve_stage_placement
 from eyrie_api.settings import Settings
 from eyrie_operator.manifests.deployment import SERVER, labels
 from tests.helm.rendering import (
@@ -26,6 +27,7 @@ from tests.helm.rendering import (
     render,
     sdk,
 )
+from tests.house.sources import ROOT
 
 OTHERS_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
 """Custom resources of other projects: Kubernetes' schemas do not have them."""
@@ -436,6 +438,27 @@ def test_the_values_of_gpus_place_what_computes_on_them_and_nothing_else(tmp_pat
     for placed in (*profile.per_stage.values(), profile.serving.placement):
         assert (placed.num_gpus, placed.gpu_type) == (1, "NVIDIA-H100-80GB-HBM3")
         assert [one.variable for one in placed.secret_variables] == ["HF_TOKEN"]
+
+
+def test_the_values_of_a_company_queue_its_jobs_leave_a_gpu_to_the_endpoint_and_accept_their_example(
+        tmp_path: Path) -> None:
+    rendered = render(from_file("values-ha.yaml", "values-gpu.yaml", "values-company.yaml"))
+    profile = profile_of(rendered, tmp_path)
+    assert (profile.kubeflow.namespace, profile.stages.queue, profile.max_runs) == ("team", "gpus", 4)
+    assert {one.queue for one in profile.per_stage.values()} == {"gpus"}
+    assert profile.serving is not None
+    assert (profile.serving.surge, profile.serving.placement.num_gpus, profile.serving.placement.queue) == (
+        False, 1, None)
+    assert max(one.num_gpus for one in profile.per_stage.values()) + profile.serving.placement.num_gpus == 8
+    settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
+    assert settings["EYRIE_OIDC_ISSUER"].startswith("https://")
+    api = rendered.the("Deployment", "rel-eyrie-api")["spec"]["template"]["spec"]["containers"][0]
+    assert [one["name"] for one in api["env"] if one["name"].startswith("EYRIE_OIDC")] == ["EYRIE_OIDC_CLIENT_SECRET"]
+    example = yaml.safe_load((ROOT / "docs/examples/company_job.yaml").read_text())
+    assert example["metadata"]["namespace"] == profile.kubeflow.namespace
+    job = JobSpec.model_validate(example["spec"]["job"])
+    placed = {stage: resolve_stage_placement(profile, job.placement, stage).num_gpus for stage in JOB_STAGES}
+    assert placed == {"regenerate": 7, "capture": 7, "train": 4, "benchmark": 7, "tune": 1, "prove": 1}
 
 
 def test_a_shared_file_system_needs_no_store_and_no_key_of_one(tmp_path: Path) -> None:

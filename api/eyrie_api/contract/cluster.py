@@ -116,7 +116,8 @@ class ClusterProfile(Frozen):
     """Pods of the pipeline, unless `per_stage` says otherwise. Its `work` is the job's work area."""
 
     per_stage: dict[StageKey, Placement] = Field(default_factory=dict)
-    """Whole placements, for stages that need another image or other nodes; `work` is taken from `stages`."""
+    """Stages that need another image or other nodes. In this file each is a whole placement, of which `work` alone is
+    taken from `stages`; in the chart's values it has what differs, and the chart makes it whole."""
 
     model_cache: ModelCacheSpec | None = None
     """Targets of the Hub, for stages and engines. None: each pod downloads the target for itself."""
