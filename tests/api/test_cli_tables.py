@@ -1,6 +1,7 @@
 """What people read: durations, sizes, tables that survive narrow terminals, and no colour in a pipe."""
 
 import json
+import re
 import shlex
 import socket
 import threading
@@ -17,7 +18,7 @@ from eyrie_api.client import Client
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
-from eyrie_api.contract.plan import PlannedStages, StagePlan
+from eyrie_api.contract.plan import PlannedAndActual, PlannedStages, StageComparison, StagePlan
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.contract.status import Endpoint, Event, Job, JobStatus, Phase, Progress, Revision, StageStatus
 
@@ -44,6 +45,18 @@ def rendered(words: RenderableType, width: int = 100) -> str:
 TRAINING = StageStatus(stage="train", key="c0", state="Running", started_at=NOW - timedelta(seconds=61),
                        progress=Progress(done=30, total=120, unit="steps", rate=2.5, eta_s=36, message="loss 1.2"))
 FAILED = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="no room", hint="make room")
+
+
+def test_a_plan_against_what_happened_has_a_row_for_each_stage_and_the_settings_to_start_with() -> None:
+    stage = StagePlan(stage="capture", tokens=1, bytes_on_disk=1, hours=1.0)
+    row = StageComparison(stage="capture", planned=stage, seconds=1800.0, is_running=False, size_bytes=1)
+    extra = row.model_copy(update={"stage": "train", "planned": None, "is_running": True})
+    words = rendered(tables.calibration_view(PlannedAndActual(
+        stages=(row, extra), time_left=None, rates={"EYRIE_PREFILL_GFLOPS": 180.0})))
+    assert re.search(r"capture +1h00m +30m00s +0\.50x", words)
+    assert re.search(r"train +- +30m00s so far +-", words)
+    assert "EYRIE_PREFILL_GFLOPS=180" in words
+    assert "published ones" in rendered(tables.calibration_view(PlannedAndActual(stages=(row,), time_left=None)))
 
 
 @pytest.mark.parametrize(("seconds", "words"), [
