@@ -127,8 +127,9 @@ class Settings(FromVariables):
     """Longer than any chore: Redis then hands the message out again, and a chore that ran on would run twice."""
 
     sse_heartbeat_s: float = Field(15.0, gt=0.0)
-    sse_poll_s: float = Field(0.05, gt=0.0)
-    """Interval of the query for new events, one for all live streams of a process."""
+    sse_poll_s: float = Field(0.25, gt=0.0)
+    """Interval of the query for new events, one for all live streams of a process. What it takes of the processor is
+    missing where a job computes on the same machine."""
 
     gpu_hour_prices: str | None = Field(None, pattern=r"^ *[^\s,=]+=[0-9.]+ *(, *[^\s,=]+=[0-9.]+ *)*$")
     """What an hour of a GPU costs, for plans: `NVIDIA-H100-80GB-HBM3=2.5,NVIDIA-B200=5`, by node label of the type."""

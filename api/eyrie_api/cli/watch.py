@@ -37,7 +37,9 @@ from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.quantities import duration
 
 FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})
-_POLL_S = 0.7
+_POLL_S, _LINES_POLL_S = 0.7, 2.0
+"""Between two requests for the job: on a screen, and in a pipe, whose events arrive by themselves."""
+
 _RETRY_S = 1.0
 _LAST_EVENTS_S = 30.0
 """How long the last events are waited for: the stream ends behind them, but a busy server may send them long after the
@@ -198,7 +200,7 @@ def _watch_lines(source: Client, job: Job, feed: _EventReader, screen: Screen) -
                 if words and printed.get((stage.stage, stage.key)) != words:
                     printed[stage.stage, stage.key] = words
                     screen.out.print(f"{stage.stage}{'/' + stage.key if stage.key else ''}: {words}", soft_wrap=True)
-        time.sleep(_POLL_S)
+        time.sleep(_LINES_POLL_S)
         job, away = _fresh(source, job)
         if away is not None and not was_away:
             screen.note(f"the server is unavailable ({away}); waiting for it")

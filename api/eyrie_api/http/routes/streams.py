@@ -33,8 +33,6 @@ _LAST_ID = 2**31 - 1
 """The largest PostgreSQL INTEGER; a larger value in a query is an error."""
 
 _RETRY_MS = 1000
-_LOG_POLLS = 4
-"""A log is read once in so many polls: each read costs a statement and a file access."""
 
 
 @router.get(JOBS + "/{job_id}/events", response_model=EventList,
@@ -145,7 +143,7 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, reques
             yield data
         if done:
             return
-        await sleep(_LOG_POLLS * control.settings.sse_poll_s)
+        await sleep(control.settings.sse_poll_s)
 
 
 def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
