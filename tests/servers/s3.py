@@ -44,10 +44,11 @@ def start_rclone(directory: Path) -> tuple[S3Server, Server]:
 
 
 def start_moto(directory: Path) -> tuple[S3Server, Server]:
-    """`moto_server` in memory. Raises Unavailable."""
+    """moto's server in memory. Raises Unavailable."""
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask_cors") is None:
         raise Unavailable('no moto server on this machine: pip install "moto[s3]" flask flask-cors')
-    server = Server(lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+    server = Server(lambda port: [sys.executable, str(Path(__file__).with_name("conditional_moto.py")),
+                                  "-H", "127.0.0.1", "-p", str(port)],
                     directory / "moto.log")
     server.start()
     return S3Server(f"http://127.0.0.1:{server.port}", verifies_signatures=False, honours_conditions=True), server
