@@ -150,7 +150,8 @@ def page() -> str:
              "prices of GPUs are round numbers to show the column. Money of the object store is\n"
              "that of the list prices of S3 in us-east-1\n"
              "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)),\n"
-             "with states read by ranges: requests, and storage while the job runs.\n"]
+             "with states read by ranges: requests, and storage while the job runs. A plan against what its job took,\n"
+             "on a CPU: [a published model](published.md#the-whole-form); `eyrie calibrate JOB` shows it of any job.\n"]
     for job in JOBS:
         plan = job.plan()
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]
