@@ -397,6 +397,7 @@ def test_an_endpoints_history_tells_decisions_with_their_checks_and_one_command_
     assert "tau 2.50 over 200 rounds" in shown
     assert "tau 2.25" not in shown
     assert "eyrie endpoints history default --kind drift" in shown
+    assert '-H "Authorization: Bearer $EYRIE_TOKEN"' in shown, "for a server that requires a token"
     assert "person" in shown
     result = eyrie.json("endpoints", "history", "default", "--kind", "window")
     assert [one["figures"]["tau"] for one in result["items"]] == [2.25, 2.5]

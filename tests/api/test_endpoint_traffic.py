@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from eyrie_api.contract.access import Quotas
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.status import Condition
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -78,6 +79,47 @@ def test_requests_per_second_are_shown_where_no_acceptance_is_watched(
     assert "1.5 requests/s, no acceptance watched" in page
     assert "90 requests in 60 s" in page
     assert client.get("/v1alpha1/endpoints/chat/figures").json()["items"] == []
+
+
+def scraped(client: httpx.Client) -> dict[str, float]:
+    """The series of endpoints at /metrics, without their common beginning."""
+    lines = (line for line in client.get("/metrics").text.splitlines() if line.startswith("eyrie_endpoint_"))
+    return {name.removeprefix("eyrie_endpoint_"): float(value) for name, value in (line.split(" ") for line in lines)}
+
+
+def test_prometheus_gets_of_each_endpoint_its_state_and_what_the_latest_window_recorded(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    revision, endpoints = serve_drafter(database, clock), Endpoints(database, clock)
+    fresh = {'state{name="chat",state="Serving"}': 0.0, 'state{name="chat",state="NotServing"}': 1.0,
+             'state{name="chat",state="Off"}': 0.0, 'revision{name="chat"}': revision, 'drafted{name="chat"}': 1.0,
+             'proven_tau{name="chat"}': 3.0, 'drifted{name="chat"}': 0.0}
+    assert scraped(client) == fresh, "there is no window yet"
+    endpoints.observe("chat", conditions=(
+        Condition(type="Serving", status="True", reason="Healthy", last_transition_time=clock.now),))
+    watch(database, clock, revision, (3.0, 2.4))
+    drifted(database, clock, revision, "drift/1")
+    assert scraped(client) == fresh | {
+        'state{name="chat",state="Serving"}': 1.0, 'state{name="chat",state="NotServing"}': 0.0,
+        'tau{name="chat"}': 2.4, 'accepted_tokens{name="chat",position="1"}': 0.64,
+        'accepted_tokens{name="chat",position="2"}': 0.4, 'requests_per_second{name="chat"}': 1.5,
+        'window_end_timestamp_seconds{name="chat"}': clock.now.timestamp(), 'drifted{name="chat"}': 1.0}
+    endpoints.set_desired("chat", "off")
+    off = scraped(client)
+    assert (off['state{name="chat",state="Off"}'], off['state{name="chat",state="Serving"}']) == (1.0, 0.0)
+    assert 'tau{name="chat"}' not in off
+
+
+def test_prometheus_gets_of_the_target_alone_that_it_does_not_draft(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    serve_drafter(database, clock)
+    endpoints = Endpoints(database, clock)
+    endpoints.roll_back("chat", 1)
+    endpoints.activate("chat", 1)
+    Histories(database, clock).record_window("chat", 1, None, 0.0, None, requests=90.0, seconds=60.0)
+    found = scraped(client)
+    assert (found['revision{name="chat"}'], found['drafted{name="chat"}']) == (1.0, 0.0)
+    assert found['requests_per_second{name="chat"}'] == 1.5
+    assert [name for name in found if name.startswith(("tau", "proven_tau", "accepted_tokens"))] == []
 
 
 def test_a_window_of_an_earlier_version_has_no_requests(

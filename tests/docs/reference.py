@@ -1,8 +1,8 @@
 """Writes the generated pages of docs/reference: `python -m tests.docs.reference`.
 
 job.md and cluster.md from the contract's field docstrings, cli.md from the commands of `eyrie`, rest.md from the
-OpenAPI document, the tables of errors.md from the error classes and from tests/docs/reasons.py. The tests compare, so
-that none of them can drift.
+OpenAPI document, metrics.md from the registries of Prometheus metrics, the tables of errors.md from the error classes
+and from tests/docs/reasons.py. The tests compare, so that none of them can drift.
 """
 
 import ast
@@ -14,12 +14,15 @@ from typing import Any
 
 import click
 import typer
+from prometheus_client import CollectorRegistry
 
 from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_operator.cluster.workqueue import Telemetry
 from eyrie_operator.command import app
+from eyrie_workers.engines.engine_thread import EngineMetrics
 from tests.docs.reasons import REASONS
 from tests.house.sources import modules, parsed
 
@@ -257,10 +260,46 @@ def rest_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def metrics_page() -> str:
+    """Every Prometheus metric of Eyrie's programs, from their registries."""
+    with tempfile.TemporaryDirectory() as home:
+        api: CollectorRegistry = create_app(Settings(home=Path(home))).state.telemetry.registry
+    parts = [_GENERATED, "# Metrics\n",
+             "What Eyrie's programs expose to Prometheus at `GET /metrics`. How to scrape them, and with which key: "
+             "[operations](../operations.md#metrics). A histogram `x` is the series `x_bucket`, `x_sum` and "
+             "`x_count`.\n",
+             "## API server\n",
+             "Of the whole installation, read from the database at each scrape, so every replica reports the same jobs "
+             "and endpoints: aggregate with `max by (name)`. Requests (`eyrie_http_...`) are those of one process: "
+             "aggregate with `sum`. An endpoint's values are those of the latest window that its watch recorded; no "
+             "engine gets a request. Tokens per second are not recorded: the engine counts them.\n",
+             _metrics_table(api),
+             "## Operator\n", "At the operator's `--port`, without a key.\n", _metrics_table(Telemetry()._registry),
+             "## Embedded engine\n",
+             "Of one engine process, since its start. The URL of an endpoint on one machine, less `/v1`, forwards "
+             "`/metrics` to the engine that serves. SGLang has its own metrics, `sglang:...`; Eyrie's "
+             "watch reads `sglang:spec_verify_calls_total`, `sglang:generation_tokens_total` and "
+             "`sglang:http_responses_total`.\n",
+             _metrics_table(EngineMetrics()._registry)]
+    return "\n".join(parts)
+
+
+def _metrics_table(registry: CollectorRegistry) -> str:
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for collector in registry._collector_to_names:
+        for family in collector.describe():  # type: ignore[attr-defined]
+            names = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            shown = family.name + ("_total" if family.type == "counter" else "")
+            rows.append(f"| `{shown}` | {family.type} | {', '.join(f'`{name}`' for name in names)} "
+                        f"| {_words(family.documentation)} |")
+    return "\n".join(rows) + "\n"
+
+
 if __name__ == "__main__":
     (REFERENCE / "job.md").write_text(job_page())
     (REFERENCE / "cluster.md").write_text(cluster_page())
     (REFERENCE / "rest.md").write_text(rest_page())
     (REFERENCE / "cli.md").write_text(cli_page())
+    (REFERENCE / "metrics.md").write_text(metrics_page())
     page = REFERENCE / "errors.md"
     page.write_text(errors_page(page.read_text()))

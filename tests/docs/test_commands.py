@@ -43,6 +43,8 @@ NOT_RUN = {
     r"(helm|kubectl) ": "needs a cluster: make test-helm and make test-cluster",
     r"eyrie (chat|endpoints)\b": "need an endpoint that serves: tests/walkthrough and the demo",
     r"eyrie compare ": "trains for minutes: tests/api/test_cli.py",
+    r"eyrie (cancel|retry|rollback) ": "need a job that runs, or an endpoint: tests/api/test_cli.py",
+    r"eyrie keys rotate ": "needs the id of a key: tests/api/access/test_verbs.py",
     r"eyrie certify ": "needs drafters: tests/operator/test_certify.py",
     r"eyrie export ": "needs a job that was measured: tests/operator/test_certify.py",
     r"curl .*published-eagle3-head": "needs a drafter: tests/docs/test_examples.py plans the document",

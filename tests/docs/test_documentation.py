@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import click
@@ -17,10 +18,11 @@ from eyrie_api.contract.cluster import ClusterProfile, ModelCacheSpec, ServingSp
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
 from eyrie_operator.command import app
+from eyrie_operator.manifests.monitoring import EMBEDDED
 from eyrie_operator.unscheduled import WAITS
 from eyrie_workers.sglang.profiles import PROFILES
-from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, rest_page
-from tests.house.sources import ROOT
+from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, metrics_page, rest_page
+from tests.house.sources import ROOT, modules
 from tests.walkthrough.test_one_machine import plane
 
 EXAMPLES = ROOT / "docs/examples"
@@ -28,7 +30,8 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), ROOT / "R
 
 
 @pytest.mark.parametrize(("page", "written"), [
-    ("job.md", job_page), ("cluster.md", cluster_page), ("cli.md", cli_page), ("rest.md", rest_page)])
+    ("job.md", job_page), ("cluster.md", cluster_page), ("cli.md", cli_page), ("rest.md", rest_page),
+    ("metrics.md", metrics_page)])
 def test_a_generated_page_is_what_the_code_says(page: str, written: object) -> None:
     assert (REFERENCE / page).read_text() == written(), "python -m tests.docs.reference"  # type: ignore[operator]
 
@@ -47,6 +50,14 @@ def test_the_page_of_errors_has_every_reason_and_what_to_do() -> None:
 def test_the_page_of_errors_has_every_reason_to_wait() -> None:
     text = (REFERENCE / "errors.md").read_text()
     assert [reason for reason in WAITS if f"| `{reason}` |" not in text] == []
+
+
+def test_every_metric_of_the_sources_and_of_endpoints_alerts_is_in_the_table() -> None:
+    listed = set(re.findall(r"^\| `(eyrie_\w+?)(?:_total)?` \|", metrics_page(), re.MULTILINE))
+    made = {name for path in modules() for name in re.findall(
+        r"\b(?:Counter|Gauge|Histogram|Summary|Info|Enum|\w+MetricFamily)\(\s*\"(\w+)\"", path.read_text())}
+    assert made == listed
+    assert {name.removesuffix("_total") for name in astuple(EMBEDDED) if name.startswith("eyrie_")} <= listed
 
 
 def test_every_field_of_a_job_is_documented() -> None:
@@ -93,7 +104,7 @@ def _commands(page: Path) -> list[str]:
     """The lines of a page's shell blocks that start `eyrie`, continued lines joined."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [part for block in blocks for line in block.replace("\\\n", " ").splitlines()
-             for part in line.split("&&")]
+             for part in re.split(r"&&| \| ", line)]
     return [line.strip() for line in lines if line.strip().startswith("eyrie ")]
 
 

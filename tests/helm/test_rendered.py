@@ -1,6 +1,7 @@
 """What the chart makes of several sets of values, held against the published schemas and our own promises."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, ModelCac
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import S3Work, VolumeWork
 from eyrie_api.contract.stages import JOB_STAGES
-from eyrie_api.database.migrations import upgrade
 from eyrie_api.planning.placement import read_profile, resolve_stage_placement
 from eyrie_api.settings import Settings
 from eyrie_operator.manifests.deployment import SERVER, labels
@@ -21,6 +21,7 @@ from tests.helm.rendering import (
     EXTERNAL,
     SECRET_WORDS,
     SETS,
+    Object,
     Rendered,
     Values,
     from_file,
@@ -635,34 +636,34 @@ def test_a_changed_setting_restarts_the_pods_and_nothing_else_does() -> None:
     assert checksum({}) != checksum({"broker": EXTERNAL["broker"]})
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: Path) -> None:
-    import re
-
-    from prometheus_client.parser import text_string_to_metric_families
-    from starlette.testclient import TestClient
-
-    from eyrie_api.database.engine import Database
-    from eyrie_api.http.server import create_app
-
-    settings = Settings(home=tmp_path)
-    database = Database(settings.resolved_database_url)
-    upgrade(database)
-    with TestClient(create_app(settings, database=database), base_url="http://localhost") as client:
-        client.get("/healthz")
-        answer = client.get("/metrics").text
-    database.close()
-    exposed = {sample.name for family in text_string_to_metric_families(answer) for sample in family.samples}
-    exposed |= {family.name for family in text_string_to_metric_families(answer)}
+def test_alerts_and_dashboard_ask_for_metrics_that_the_reference_lists() -> None:
+    page = (CHART.parents[1] / "docs/reference/metrics.md").read_text()
+    listed = set(re.findall(r"^\| `(eyrie_\w+)` \|", page, re.MULTILINE))
     values, apis = SETS["everything on"]
     rendered = render(values, apis=apis)
     rules = rendered.the("PrometheusRule", "rel-eyrie")["spec"]["groups"][0]["rules"]
-    dashboard = json.loads(rendered.the("ConfigMap", "rel-eyrie-dashboard")["data"]["eyrie.json"])
-    asked = [one["expr"] for one in rules]
-    asked += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    names = {name for expression in asked for name in re.findall(r"\beyrie_\w+", expression)}
-    assert len(names) >= 5
-    assert names <= exposed
+    dashboard = rendered.the("ConfigMap", "rel-eyrie-dashboard")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    panels = json.loads(dashboard["data"]["eyrie.json"])["panels"]
+    asked = [one["expr"] for one in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+    names = {name.removesuffix("_bucket") for expression in asked for name in re.findall(r"\beyrie_\w+", expression)}
+    assert len(names) >= 12
+    assert names <= listed
     assert all("namespace=" in expression for expression in asked)
+
+
+def test_prometheus_sends_the_administrators_token_unless_a_key_is_named_for_it() -> None:
+    def credentials(pod_monitor: Values) -> Object:
+        rendered = render({"monitoring": {"podMonitor": {"enabled": True, **pod_monitor}}}, apis=EVERYTHING)
+        api, operator = (rendered.the("PodMonitor", f"rel-eyrie-{one}")["spec"]["podMetricsEndpoints"][0]
+                         for one in ("api", "operator"))
+        assert "authorization" not in operator
+        found: Object = api["authorization"]["credentials"]
+        return found
+
+    assert credentials({}) == {"name": "rel-eyrie-api-token", "key": "token"}
+    own = {"existingSecret": {"name": "eyrie-prometheus", "key": "api-key"}}
+    assert credentials(own) == {"name": "eyrie-prometheus", "key": "api-key"}
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in CHART.glob("values-*.yaml")))

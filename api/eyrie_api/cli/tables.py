@@ -428,5 +428,6 @@ def history_view(history: History, endpoint: str, server: str, *, every_window: 
     if any("job" in entry.data for entry in items):
         parts.append(Text("\nAccept the latest offer to retrain on recent traffic:\n"
                           f"  eyrie endpoints history {endpoint} --kind drift --json | jq '.items[-1].data.job' | "
-                          f"curl -d @- -H 'content-type: application/json' {server}/v1alpha1/jobs"))
+                          "curl -d @- -H 'content-type: application/json' "
+                          f'-H "Authorization: Bearer $EYRIE_TOKEN" {server}/v1alpha1/jobs'))
     return Group(*parts)

@@ -69,6 +69,9 @@ class LiveWindow(Frozen):
     requests_per_s: float | None = None
     """Requests that ended; null where they were not counted."""
 
+    accepted_per_round: tuple[float, ...] = ()
+    """Draft tokens accepted at each position, the first one first; empty where the engine does not count positions."""
+
     since: datetime | None = None
     """When it began; null as `requests_per_s`."""
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from eyrie_api.contract.endpoints import EndpointTraffic, HistoryEntry, HistoryKind, LiveCanary, LiveDrift, LiveWindow
 from eyrie_api.contract.status import Endpoint
+from eyrie_api.figures.endpoint_figures import accepted_tokens
 
 KINDS: tuple[HistoryKind, ...] = ("activated", "window", "canary", "drift", "retraining")
 """The kinds that are read, the latest entry of each."""
@@ -47,7 +48,8 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
     return LiveWindow(
         tau=entry.figures.get("tau"), proven_tau=entry.figures.get("proven_tau"), until=entry.time,
         since=None if seconds is None else entry.time - timedelta(seconds=seconds),
-        requests_per_s=None if seconds is None or requests is None else requests / seconds)
+        requests_per_s=None if seconds is None or requests is None else requests / seconds,
+        accepted_per_round=tuple(tokens / entry.figures["rounds"] for tokens in accepted_tokens(entry)))
 
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:

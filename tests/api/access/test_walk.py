@@ -211,6 +211,16 @@ def test_the_installation_is_not_for_a_projects_admin(harness: Harness) -> None:
         assert harness.ask(TOKEN, method, path, json=body).status_code in (200, 201), path
 
 
+def test_prometheus_needs_a_key_of_every_project_that_reads_jobs_and_endpoints(harness: Harness) -> None:
+    def status(**key: object) -> int:
+        made = harness.ask(TOKEN, "POST", KEYS, json={"name": "prometheus", "role": "viewer"} | key).json()
+        return harness.ask(made["secret"], "GET", "/metrics").status_code
+
+    assert status(everywhere=True, scopes=["jobs:read", "endpoints:read"]) == 200
+    assert status(everywhere=True, scopes=["jobs:read"]) == 403
+    assert status() == 403
+
+
 def test_without_a_token_or_with_a_wrong_one_only_the_probes_answer(harness: Harness) -> None:
     for (method, path), (_kind, body) in ROUTES.items():
         for secret in ("x", harness.b.secret + "x", "eyk_nobody"):
