@@ -28,8 +28,6 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation and its source."""
-
     id: str  # stable hash of the prompt: the same prompt has the same id in every run, file and order
     source: str
     line: int

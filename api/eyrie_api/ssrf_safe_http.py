@@ -86,7 +86,6 @@ def parse_url(url: str) -> ParsedUrl:
 
 
 def is_allowed(address: str, *, allow_private: bool) -> bool:
-    """Whether a connection to the address is allowed."""
     ip: Address = ipaddress.ip_address(address.partition("%")[0])
     while isinstance(ip, ipaddress.IPv6Address):  # an IPv4 address may be embedded in it
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else (

@@ -76,8 +76,6 @@ class DatabaseDamaged(Permanent):
 
 
 class Defect(Frozen):
-    """One thing that is wrong."""
-
     reason: Literal["DatabaseDamaged", "LogDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles",
                     "StageDamaged", "StageMissing", "DrafterMissing", "RecordDamaged"]
     where: str
@@ -91,8 +89,6 @@ class Defect(Frozen):
 
 @dataclass(frozen=True)
 class Home:
-    """What is examined."""
-
     path: Path
     database: Database
     digests: bool

@@ -169,7 +169,6 @@ class UnavailableRunner(Runner):
     """Starts nothing; see `Runner`."""
 
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         return ObservedRun()
 
     def start(self, job: JobFile) -> None:

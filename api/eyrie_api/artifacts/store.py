@@ -52,8 +52,6 @@ def ignore(_num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One object."""
-
     key: str
     size_bytes: int
     sha256: str | None = None

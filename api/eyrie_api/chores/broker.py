@@ -127,7 +127,6 @@ class TaskLocks:
             self._client.set(_lock_key(name), tag, px=self._ttl_ms)
 
     def release(self, name: str) -> None:
-        """Release the lock, after success or failure."""
         with _translating_errors():
             self._client.delete(_lock_key(name))
 

@@ -142,8 +142,6 @@ def _raise_shutdown() -> None:
 
 
 class _Worker(WorkController):  # type: ignore[misc]
-    """A worker that reports when it has begun to consume."""
-
     def __init__(self, **options: Any) -> None:
         self.ready = threading.Event()
         super().__init__(**options)

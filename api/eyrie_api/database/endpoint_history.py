@@ -32,8 +32,6 @@ MAX_PAGE = 500
 
 @dataclass(frozen=True)
 class RecentWindows:
-    """Recent windows of the serving revision."""
-
     windows: tuple[float, ...] = ()
     """tau of each window since its activation, or since its last drift report; oldest first."""
 

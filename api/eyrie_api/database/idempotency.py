@@ -26,8 +26,6 @@ class IdempotencyMismatch(InvalidInput):
 
 @dataclass(frozen=True)
 class Once:
-    """A request that is executed once."""
-
     key: str
     route: str
     body_digest: str

@@ -109,8 +109,6 @@ class Intent:
 
 @dataclass(frozen=True)
 class Metric:
-    """One point to record."""
-
     name: str
     step: int
     value: float
@@ -119,8 +117,6 @@ class Metric:
 
 @dataclass(frozen=True)
 class NewEvent:
-    """One event to append."""
-
     reason: str
     message: str
     type: Literal["Normal", "Warning"] = "Normal"

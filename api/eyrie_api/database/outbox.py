@@ -27,8 +27,6 @@ transaction would block other writers."""
 
 @dataclass(frozen=True)
 class Chore:
-    """One enqueued chore."""
-
     id: int
     task: ChoreName
     argument: str

@@ -188,8 +188,6 @@ USED_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class KeyRequest:
-    """The attributes of a key to be created."""
-
     name: str
     role: Role
     scopes: frozenset[Action] | None = None

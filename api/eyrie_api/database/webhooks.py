@@ -52,8 +52,6 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a delivery."""
-
     id: str
     event: str
     url: str

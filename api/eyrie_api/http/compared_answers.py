@@ -132,8 +132,6 @@ def refusal(body: dict[str, Any]) -> InvalidInput:
 
 @dataclass(frozen=True)
 class ServedEndpoint:
-    """What a comparison has to know of an endpoint."""
-
     url: str
     """Base URL, up to and including `/v1`."""
 
@@ -172,7 +170,6 @@ def live_revision(endpoint: Endpoint, *, drafts: bool) -> int | None:
 
 
 async def compare(served: ServedEndpoint, request: CompareRequest) -> AsyncIterator[str]:
-    """The events of both runs."""
     complete: dict[RunName, RunSoFar] = {}
     async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT) as client:
         for run in _RUNS:
@@ -260,8 +257,6 @@ def _message(event: str, value: Frozen) -> str:
 
 @dataclass(frozen=True)
 class ProofRecording:
-    """What one proof recorded."""
-
     job_id: str
     answers: tuple[RecordedAnswer, ...]
     tokens_per_s: float | None

@@ -52,8 +52,6 @@ class EventBatch:
 
 @dataclass(eq=False)
 class _SubscribedJob:
-    """A job with subscribers."""
-
     subscribers: set["Subscriber"] = field(default_factory=set)
     delivered_id: int | None = None
     """Events up to this id have been delivered; None until the first subscriber has begun."""
@@ -84,7 +82,6 @@ class EventFanout:
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscriber]:
-        """A subscription for as long as the context lasts."""
         job = self._jobs.setdefault(job_id, _SubscribedJob())
         subscriber = Subscriber(job_id, job)
         job.subscribers.add(subscriber)
@@ -110,7 +107,6 @@ class EventFanout:
             subscriber.job.delivered_id = min(after, newest)
 
     async def _poll(self) -> None:
-        """Poll for as long as there are subscribers."""
         while self._jobs:
             try:
                 delivered = {job_id: job.delivered_id for job_id, job in self._jobs.items()

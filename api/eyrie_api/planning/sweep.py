@@ -114,7 +114,6 @@ def _words(value: JsonValue) -> str:
 
 
 def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
-    """`num` different points."""
     points: dict[str, Point] = {}
     number = 0
     for wanted in range(1, num + 1):

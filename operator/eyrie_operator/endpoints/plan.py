@@ -33,8 +33,6 @@ from eyrie_operator.unscheduled import is_due
 
 @dataclass(frozen=True)
 class ObservedEngine:
-    """One engine process of an endpoint."""
-
     revision: int
     state: Literal["starting", "healthy", "dead"]
     """starting: running, but its probe has not passed yet."""

@@ -78,8 +78,6 @@ class StoredDrafter:
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """The drafter of one revision."""
-
     facts: DrafterCheckpoint
     """`directory` is a path on the work volume, unless the drafter is downloaded from `stored`."""
 
@@ -246,7 +244,6 @@ def selector(endpoint: str, revision: int | None = None, role: str | None = SERV
 
 
 def labels(endpoint: str, revision: int | None = None, role: str | None = None) -> dict[str, str]:
-    """All labels of an object or a pod."""
     return selector(endpoint, revision, role) | {
         "app.kubernetes.io/instance": endpoint, "app.kubernetes.io/component": "endpoint",
         "app.kubernetes.io/part-of": "eyrie", "app.kubernetes.io/managed-by": MANAGER}

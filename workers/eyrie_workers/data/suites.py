@@ -176,8 +176,6 @@ _ID_FIELDS = ("id", "task_id", "question_id", "prompt_id")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered."""
-
     id: str
     suite: str
     messages: tuple[Message, ...]

@@ -143,8 +143,6 @@ class _QueuedRequest:
 
 
 class EngineThread:
-    """Runs an engine in its own thread."""
-
     def __init__(self, load: Callable[[], LoadedEngine], metrics: EngineMetrics, *, max_waiting: int = 256) -> None:
         self._load = load
         self._metrics = metrics

@@ -158,8 +158,6 @@ def _take(stream: _Stream, line: bytes) -> None:
 
 
 class SglangEngine:
-    """Implements `DecodingEngine`."""
-
     same_samples = False
 
     def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage,

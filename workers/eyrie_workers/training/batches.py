@@ -225,7 +225,6 @@ class Schedule:
 
     @cached_property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
 
     def at(self, step: int) -> StepPlan:

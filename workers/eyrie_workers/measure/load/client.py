@@ -140,8 +140,6 @@ class RawResponse:
 
 
 class LoadClient:
-    """The client of one endpoint: its connections and its dialect."""
-
     def __init__(self, variant: LoadEndpoint, spec: LoadSpec) -> None:
         self.variant = variant
         self.origin = parse_url(variant.url)

@@ -59,7 +59,6 @@ def levels(spec: LoadSpec) -> list[RequestLevel]:
 
 
 def num_requests(spec: LoadSpec, level: RequestLevel) -> int:
-    """Requests of one block."""
     return max(spec.requests, fewest_requests(level.users)) if level.mode == "closed" else spec.requests
 
 
