@@ -53,9 +53,6 @@ from eyrie_workers.hidden_states.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
@@ -123,9 +120,6 @@ def rows_by_source(sources: Sequence[str] | None, rows: Sequence[int], lengths: 
     for row in rows:
         tokens[sources[row]] += lengths[row]
     return {name: SourceRows(rows=counts[name], tokens=tokens[name]) for name in sorted(counts)}
-
-
-# --- schedule --------------------------------------------------------------------------------------------------------
 
 
 def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
@@ -266,9 +260,6 @@ def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) ->
             for shard in shards]
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 class Features(Protocol):
     """Random access to captured rows, from a store or a stream."""
 
@@ -365,9 +356,6 @@ class BatchLoader:
             shard = shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
             self._shards.append((plan, shard))
             yield shard.rows or plan.rows[:1]  # a process without a document reads one, and does not train on it
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def micro_batches(documents: PackedBatch, most_tokens: int | None) -> list[tuple[range, PackedBatch]]:
