@@ -18,7 +18,6 @@ from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityRep
 from eyrie_api.contract.reports import (
     BenchmarkReport,
     CaptureReport,
-    CellReport,
     PromotionDecision,
     RegenerateReport,
     TuneReport,
@@ -89,7 +88,11 @@ def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
 def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
     suites: dict[str, JsonValue] = {}
     for suite in dict.fromkeys(cell.suite for cell in report.cells):
-        suites[suite] = {f"{cell.temperature:g}": _cell(cell) for cell in report.cells if cell.suite == suite}
+        suites[suite] = {f"{cell.temperature:g}": {
+            "tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
+            "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
+            "acceptance": list(cell.acceptance), "repeated_share": cell.repeated_share,
+            "tau_of_new_text": cell.tau_of_new_text} for cell in report.cells if cell.suite == suite}
     return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
             "rival": report.rival, "dropped": report.dropped,
             "lossless": report.lossless, "suites": suites,
@@ -98,13 +101,6 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
                             "tau": load.tau, "tokens_per_s": load.tokens_per_s,
                             "baseline_tokens_per_s": load.baseline_tokens_per_s, "identical": load.identical,
                             "requests": load.requests} for load in report.concurrent]}
-
-
-def _cell(cell: CellReport) -> dict[str, JsonValue]:
-    return {"tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
-            "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
-            "acceptance": list(cell.acceptance), "repeated_share": cell.repeated_share,
-            "tau_of_new_text": cell.tau_of_new_text}
 
 
 def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:

@@ -200,7 +200,8 @@ def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0
     prompts: dict[str, Prompt] = {}
     for location, row in _rows(spec, held_out_file, rules):
         prompt = _prompt(row, spec.name, location)
-        prompts.setdefault(_fingerprint(prompt), prompt)
+        content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
+        prompts.setdefault(hashlib.sha256(content.encode()).hexdigest(), prompt)
     if not prompts:
         raise NoUsableData(f"suite {spec.name!r}: {spec.path} has no rows", "give a file with prompts, or drop it")
     digests = list(prompts)
@@ -288,8 +289,3 @@ def _prompt(row: Row, suite: str, location: str) -> Prompt:
         raise InvalidInput(f"{location}: nothing is asked before the assistant's turn", "add a user message")
     prompt_id = next((str(row[name]) for name in _ID_FIELDS if row.get(name) is not None), "")
     return Prompt(prompt_id, suite, tuple(messages), tuple(row_tools(row, location)), further)
-
-
-def _fingerprint(prompt: Prompt) -> str:
-    content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
