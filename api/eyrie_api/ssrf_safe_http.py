@@ -63,8 +63,6 @@ class AddressRefused(InvalidInput):
 
 @dataclass(frozen=True)
 class ParsedUrl:
-    """A valid URL and its parts."""
-
     parts: SplitResult
     host: str
     port: int
@@ -315,7 +313,6 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._url, self._addresses, self._port = url, addresses, url.port if port is None else port
 
     def connect(self) -> None:
-        """Connect, with TLS for https."""
         connection: Any = None
         for number, address in enumerate(self._addresses, start=1):
             try:

@@ -41,8 +41,6 @@ class Once:
 
 @dataclass(frozen=True)
 class Replay:
-    """The response of the first request."""
-
     status: int
     response: dict[str, Any]
 

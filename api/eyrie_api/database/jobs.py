@@ -243,7 +243,6 @@ class Jobs:
         return JobList(items=items, next_cursor=more)
 
     def count_by_phase(self) -> dict[str, int]:
-        """How many jobs are in each phase; for metrics."""
         with self.database.reading() as session:
             counted = session.execute(select(JobRow.phase, func.count()).group_by(JobRow.phase))
             return {row[0]: row[1] for row in counted}
@@ -569,7 +568,6 @@ def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
 
 
 def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:
-    """Record one point in the running transaction."""
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
 

@@ -58,7 +58,6 @@ class Outbox:
             return session.execute(query).scalar_one()
 
     def mark_dispatched(self, ids: Iterable[int]) -> None:
-        """Mark chores that the broker has accepted."""
         with self._database.writing() as session:
             session.execute(update(OutboxRow).where(OutboxRow.id.in_(list(ids))).values(dispatched_at=self._clock()))
 

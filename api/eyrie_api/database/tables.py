@@ -177,8 +177,6 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """An Idempotency-Key and the response of its request."""
-
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
     route: Mapped[str] = mapped_column(sa.String(255), primary_key=True)

@@ -50,8 +50,6 @@ _TRY_AGAIN = "eyrie endpoints shows whether it serves; try again in a moment"
 
 @dataclass
 class RunSoFar:
-    """One run and its figures, from the chunks of its stream."""
-
     run: RunName
     traced: bool
     """Whether the engine returns its rounds; otherwise a chunk is one, by its running token count."""

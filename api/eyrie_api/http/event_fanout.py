@@ -59,15 +59,12 @@ class _SubscribedJob:
 
 @dataclass(eq=False)
 class Subscriber:
-    """One reader of one job's events."""
-
     job_id: str
     job: _SubscribedJob
     batches: asyncio.Queue[EventBatch] = field(default_factory=asyncio.Queue)
 
 
 def message_of(event: Event) -> str:
-    """An event as a message of an event stream."""
     return f"id: {event.id}\nevent: {event.reason}\ndata: {event.model_dump_json()}\n\n"
 
 

@@ -310,7 +310,6 @@ def _read_lease(raw: Object) -> LeaseRecord:
 
 
 def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:
-    """API path of the objects of a kind, or of one object."""
     lower = kind.lower()
     plural = lower[:-1] + "ies" if lower.endswith("cy") else lower + "s"
     root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"

@@ -38,8 +38,6 @@ class NotLeader(Conflict):
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """A Lease as the API server has it."""
-
     holder: str
     """Empty after it was released."""
 

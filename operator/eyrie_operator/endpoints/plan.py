@@ -86,8 +86,6 @@ class ObservedCanary:
 
 @dataclass(frozen=True)
 class ObservedEndpoint:
-    """The observation of an endpoint that `plan_endpoint` decides from."""
-
     gateway_alive: bool = False
     routed: int | None = None
     """The revision that the route leads to."""

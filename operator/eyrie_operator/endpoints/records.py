@@ -193,7 +193,6 @@ class EndpointRecords:
             return None
 
     def watched(self, endpoint: Endpoint) -> RecentWindows:
-        """Recent acceptance windows of the active revision."""
         active = endpoint.active_revision
         return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 

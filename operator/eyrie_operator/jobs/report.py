@@ -15,13 +15,7 @@ from pydantic import JsonValue
 from eyrie_api.contract.hardware import HardwareReport
 from eyrie_api.contract.load import LoadReport
 from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
-from eyrie_api.contract.reports import (
-    BenchmarkReport,
-    CaptureReport,
-    PromotionDecision,
-    RegenerateReport,
-    TuneReport,
-)
+from eyrie_api.contract.reports import BenchmarkReport, CaptureReport, PromotionDecision, RegenerateReport, TuneReport
 from eyrie_api.contract.stages import Manifest, StageName
 from eyrie_api.contract.status import Condition, Endpoint
 from eyrie_operator.conditions import find

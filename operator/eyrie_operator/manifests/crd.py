@@ -88,7 +88,6 @@ class NotStructural(ValueError):
 
 
 def custom_resource_definitions() -> dict[str, Schema]:
-    """Every definition, by file name."""
     job = _definition(
         kind="DrafterJob", plural="drafterjobs", short="dj", spec=DrafterJobSpec, status=DrafterJobStatus,
         description="Train, choose, tune and serve a speculative-decoding drafter for one target.",

@@ -67,8 +67,6 @@ class EmbeddedEnginePods:
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """Location of a drafter in an artifact store."""
-
     prefix: str
     """Key prefix of the stage directory that contains it."""
 

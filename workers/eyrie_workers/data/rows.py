@@ -124,8 +124,6 @@ class AnsweredRow(Frozen):
 
 
 class RowsMeta(Frozen):
-    """What the rows of a directory have in common."""
-
     format_version: Literal[1] = 1
     target_digest: Digest
     answers_digest: Digest

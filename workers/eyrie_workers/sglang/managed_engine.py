@@ -61,8 +61,6 @@ def request_body(request: Request, context_length: int) -> dict[str, Any]:
 
 @dataclass
 class _Stream:
-    """One request while it is answered."""
-
     request: Request
     sent_at: float = 0.0
     first_at: float = 0.0

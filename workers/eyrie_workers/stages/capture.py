@@ -322,8 +322,6 @@ class _Capture:
 
 @dataclass
 class _Work:
-    """What was computed, and what was copied."""
-
     tokens: int = 0
     rows_reused: int = 0
     bytes_reused: int = 0

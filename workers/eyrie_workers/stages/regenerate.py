@@ -83,8 +83,6 @@ _MAX_INITIAL_FAILURES = 20
 
 @dataclass
 class RowTally:
-    """Totals over the finished rows."""
-
     finish_reasons: Counter[str] = field(default_factory=Counter)
     outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     prompt_lengths: Counter[int] = field(default_factory=Counter)

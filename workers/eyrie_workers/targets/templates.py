@@ -84,8 +84,6 @@ _PLACE = re.compile(r"(?:\ue000|\\ue000)([0-9]+)(?:\ue001|\\ue001)")
 
 
 class ChatTokenizer:
-    """The target's tokenizer and chat template."""
-
     def __init__(self, path: Path) -> None:
         """Read from model directory `path`. A missing template is reported by `render`, not here: completions work.
 

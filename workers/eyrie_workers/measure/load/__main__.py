@@ -195,7 +195,6 @@ def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> d
 
 
 def load_view(report: LoadReport) -> RenderableType:
-    """The tables, the findings and the notes of a report."""
     parts: list[RenderableType] = []
     modes: tuple[Mode, ...] = ("closed", "open")
     for mode in modes:
@@ -211,7 +210,6 @@ def load_view(report: LoadReport) -> RenderableType:
 
 
 def levels_table(report: LoadReport, mode: Mode) -> Table:
-    """One line per level and variant."""
     columns = [_UNITS[mode], "VARIANT", "ANSWERED", "TOKENS/S\nall", "TOKENS/S\none user", "FIRST TOKEN\np50 / p99 ms",
                "BETWEEN TOKENS\np50 / p99 ms", "WHOLE ANSWER\np50 / p99 s", "TAU"]
     if report.spec.slo is not None:
@@ -256,7 +254,6 @@ def _verdict(comparison: LoadComparison) -> Text:
 
 
 def findings(report: LoadReport) -> list[str]:
-    """The result in sentences."""
     lines = [f"{name}: {description}" for name, description in report.variants.items()]
     closed = [comparison for comparison in report.comparisons if comparison.mode == "closed"]
     if closed:

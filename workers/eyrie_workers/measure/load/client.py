@@ -86,8 +86,6 @@ class Dialect:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A prompt at its position in the schedule."""
-
     prompt: Prompt
     repeat: int
     index: int

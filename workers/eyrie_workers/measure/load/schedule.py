@@ -43,8 +43,6 @@ class RequestLevel:
 
 @dataclass(frozen=True)
 class RequestBlock:
-    """One variant at one level, in one repeat."""
-
     level: RequestLevel
     repeat: int
     variant: str
