@@ -72,7 +72,6 @@ class DatabaseDamaged(Permanent):
     """SQLite's own checks fail."""
 
     exit_code = 74  # EX_IOERR
-    reason = "DatabaseDamaged"
 
 
 class Defect(Frozen):

@@ -162,8 +162,6 @@ class Runner(Protocol):
 class RuntimeUnavailable(Permanent):
     """Neither a cluster nor this machine can run a stage."""
 
-    reason = "RuntimeUnavailable"
-
 
 class UnavailableRunner(Runner):
     """Starts nothing; see `Runner`."""

@@ -89,8 +89,6 @@ SUPPORTED_BY_SGLANG: tuple[str, ...] = tuple(sorted((*CAPTURED_ARCHITECTURES, *P
 class Unlaunchable(InvalidInput):
     """A combination of target, drafter, setting and machine that SGLang refuses, or serves wrongly without an error."""
 
-    reason = "Unlaunchable"
-
 
 def require_capture(architecture: str) -> None:
     """Raises UnsupportedTarget, with the supported ones, when SGLang has no EAGLE-3 capture for this architecture."""

@@ -62,19 +62,13 @@ Counted = Callable[[str, str], None]
 class ClusterConflict(Conflict):
     """The object has changed, exists already, or a field belongs to another manager."""
 
-    reason = "ClusterConflict"
-
 
 class ClusterRejected(Permanent):
     """The API server rejects the request."""
 
-    reason = "ClusterRejected"
-
 
 class ClusterUnavailable(Transient):
     """The API server does not respond, or limits requests."""
-
-    reason = "ClusterUnavailable"
 
 
 class VersionGone(ClusterUnavailable):

@@ -33,8 +33,6 @@ Monotonic = Callable[[], float]
 class NotLeader(Conflict):
     """This operator does not hold the lease; another may be acting."""
 
-    reason = "NotLeader"
-
 
 @dataclass(frozen=True)
 class LeaseRecord:

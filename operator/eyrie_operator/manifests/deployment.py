@@ -45,8 +45,6 @@ Manifest = dict[str, Any]
 class Undeployable(InvalidInput):
     """The endpoint cannot be deployed on this cluster as configured."""
 
-    reason = "Undeployable"
-
 
 @dataclass(frozen=True)
 class SglangPods:

@@ -31,7 +31,6 @@ class CheckpointInvalid(Permanent):
     """A drafter checkpoint that an engine would load wrongly, or refuse."""
 
     exit_code = 65
-    reason = "CheckpointInvalid"
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],

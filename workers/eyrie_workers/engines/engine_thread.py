@@ -127,7 +127,6 @@ class EngineCrashed(EyrieError):
 
     http_status = 500
     exit_code = 70
-    reason = "EngineCrashed"
 
 
 @dataclass

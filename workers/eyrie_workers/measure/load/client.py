@@ -57,7 +57,6 @@ class EndpointUnusable(EyrieError):
 
     http_status = 502
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "EndpointUnusable"
 
 
 @dataclass(frozen=True)
