@@ -18,10 +18,8 @@ from eyrie_api.errors import ArtifactMissing, EyrieError, report_error
 
 
 def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
-    """Download the files below `part` of the stage at `prefix`; returns their number.
-
-    Raises ArtifactMissing when the stage is unfinished or has no such part, ArtifactCorrupt when a file differs.
-    """
+    """Download the files below `part` of the stage at `prefix`; returns their number. Raises ArtifactMissing when the
+    stage is unfinished or has no such part, ArtifactCorrupt when a file differs."""
     manifest = parse_manifest(store.read(f"{prefix}/{MANIFEST}"), f"{prefix}/{MANIFEST} in {store.url}")
     part_prefix = f"{part.strip('/')}/" if part else ""
     entries = [entry for entry in manifest.files if entry.path.startswith(part_prefix)]

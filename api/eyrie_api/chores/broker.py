@@ -82,9 +82,7 @@ def transport_settings(broker_url: str, visibility_timeout_s: float) -> dict[str
 
 def messages_waiting(connection: Connection, queue: str) -> int:
     """Messages waiting in a queue, without those being processed: the figure to scale workers on (in Redis: LLEN).
-
-    Raises BrokerUnavailable.
-    """
+    Raises BrokerUnavailable."""
     try:
         with connection, connection.channel() as channel:
             return int(channel.queue_declare(queue, passive=True).message_count)

@@ -99,10 +99,8 @@ def _checked(rows: Iterable[tuple[str, Any]], source: str) -> Iterator[Located]:
 
 
 def row_messages(row: Row, location: str) -> list[Message]:
-    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages.
-
-    Raises InvalidInput naming the location for a row without a prompt.
-    """
+    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages. Raises InvalidInput
+    naming the location for a row without a prompt."""
     messages = row.get("messages")
     if messages is None and has_turns(row.get("question")):
         messages = [message for turn in row["question"] for message in turn]
@@ -192,11 +190,9 @@ class Prompt:
 
 def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0,
                rules: ReadRules | None = None) -> list[Prompt]:
-    """Every prompt of a suite, duplicates removed, ordered as the module's docstring says.
-
-    Raises InvalidInput naming file and line for a row without a prompt, ArtifactMissing for a missing file,
-    NoUsableData for a suite without rows.
-    """
+    """Every prompt of a suite, duplicates removed, ordered as the module's docstring says. Raises InvalidInput naming
+    file and line for a row without a prompt, ArtifactMissing for a missing file, NoUsableData for a suite without
+    rows."""
     prompts: dict[str, Prompt] = {}
     for location, row in _rows(spec, held_out_file, rules):
         prompt = _prompt(row, spec.name, location)

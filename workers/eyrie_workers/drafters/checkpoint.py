@@ -93,9 +93,7 @@ def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by their names in the file, on the default device (`targets.device.device_scope`).
-
-    Raises ArtifactMissing or CheckpointInvalid.
-    """
+    Raises ArtifactMissing or CheckpointInvalid."""
     path = directory / WEIGHTS
     if not path.is_file():
         raise ArtifactMissing(f"no drafter in {directory}: {WEIGHTS} is missing",

@@ -53,6 +53,7 @@ from eyrie_workers.hidden_states.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
+
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
@@ -288,10 +289,8 @@ class Features(Protocol):
 
 
 def open_features(where: str, target: TargetSpec) -> Features:
-    """What capture left in a directory or below `s3://bucket/prefix`.
-
-    Raises ArtifactMissing, StoreDamaged, and InvalidInput for a device of the target that does not exist.
-    """
+    """What capture left in a directory or below `s3://bucket/prefix`. Raises ArtifactMissing, StoreDamaged, and
+    InvalidInput for a device of the target that does not exist."""
     place = open_backend(where)
     plan = read_plan(place)
     if plan is None:

@@ -50,6 +50,7 @@ from torch.autograd.function import once_differentiable
 
 from eyrie_kernels.soft_target_loss import LK_ETA, TINY, Loss, product
 from eyrie_kernels.soft_target_loss import soft_target_loss as kernel_soft_target_loss
+
 _SMALLEST = 32
 
 

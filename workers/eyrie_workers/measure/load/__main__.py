@@ -112,10 +112,8 @@ def read_spec(arguments: argparse.Namespace) -> LoadSpec:
 
 
 def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
-    """The endpoints, with keys from the environment and models as the servers list them.
-
-    Raises InvalidInput or EndpointUnusable.
-    """
+    """The endpoints, with keys from the environment and models as the servers list them. Raises InvalidInput or
+    EndpointUnusable."""
     urls = dict(_pair(variant, "--variant") for variant in arguments.variant)
     if len(urls) < len(arguments.variant):
         raise InvalidInput("two --variant have the same name", "give each server its own name")
