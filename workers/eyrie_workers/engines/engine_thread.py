@@ -125,7 +125,6 @@ Listener = Callable[[StepOutput | EyrieError], None]
 class EngineCrashed(EyrieError):
     """The engine raised an unexpected exception."""
 
-    http_status = 500
     exit_code = 70
 
 

@@ -408,6 +408,7 @@ def soft_target_loss(x: Tensor, weight: Tensor, table: TargetTable, row: Tensor,
     result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(x, weight, table, row, share, kind, choose)
     return result
 
+
 _PROBE_SIZE, _PROBE_S = 1024, 0.1
 _GPU_PROBE_SIZE = 8192  # a smaller product ends before a GPU reaches its rate
 

@@ -458,6 +458,7 @@ def loss_in_parts(num_parts: int, loss_of: Callable[[int, SharedProjections, Eag
     loss: Tensor = _InParts.apply(num_parts, loss_from_leaves, *shared, *weights.unrolled())
     return loss
 
+
 CPU_BUDGET = 64 << 20
 """Bytes of activations that a CPU keeps at a time. Measured: see docs/results/training.md."""
 
