@@ -256,6 +256,9 @@ def _parsed(arguments: str) -> Any:
     return parsed
 
 
+# Files.
+
+
 def read_sources(directory: Path, settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """File and text of each template by its name; a later place replaces an earlier one of the same name.
 

@@ -180,6 +180,8 @@ class KubeflowRunner(Runner):
         return sorted(((int(match[1]), int(match[2]), run) for match, run in matches),
                       key=lambda run: run[:2])
 
+    # Files in the work area.
+
     def refresh(self, job_id: str, job: ResolvedJob) -> None:
         """See `Runner`: events and logs of unfinished stages, manifests of finished ones."""
         if self._store is None:

@@ -126,6 +126,9 @@ def is_missing(path: str) -> bool:
     return path.startswith("/") and not data_files(path) and not exists(path)
 
 
+# This machine.
+
+
 def has_sglang(settings: Settings) -> bool:
     """Whether stages find an SGLang: on a cluster the administrator gives it to those with GPUs; here it is named by a
     variable, or installed."""

@@ -162,6 +162,8 @@ def gpu_rates(gpu: Gpu, speed: Speed, *, num_gpus: int, tp_size: int, batch: int
                   if tp_size > 1 else ""))
 
 
+# Memory.
+
 _GIB = 2**30
 _SMALLEST_SERVER_GIB = 16
 """Of smaller GPUs SGLang's rule leaves next to nothing; all of their memory is counted, since what may fit is not

@@ -193,6 +193,9 @@ def _refused(data: Mapping[str, Any], value: str, known: str) -> UnsupportedTarg
             else ""))
 
 
+# Headers.
+
+
 def matrices(stored: Mapping[str, tuple[str, tuple[int, ...]]], quantisation: Quantisation) -> dict[str, Matrix]:
     """The weights of a checkpoint by the names that its model has for them.
 

@@ -130,6 +130,9 @@ def replicas_of(serve: ServeSpec, profile: ClusterProfile | None) -> int:
     return replicas if scale is None else max(replicas, scale.max_replicas)
 
 
+# Defaults.
+
+
 def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool) -> JobSpec:
     """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one (it computes
     no float32 there), and more conversations than are right for the shipped targets."""

@@ -188,6 +188,8 @@ def positive_integer(config: Mapping[str, Any], field: str, name: str) -> int:
     return value
 
 
+# Layers for multi-token prediction.
+
 MTP_ARCHITECTURES: tuple[str, ...] = (
     "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
     "Ernie4_5_MoeForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Glm4MoeForCausalLM",

@@ -85,6 +85,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+# Weights.
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """An entry of a header."""
@@ -341,6 +344,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise UnsupportedTarget(f"{path} has {size} bytes, its header says {8 + length + end}: the file is truncated",
                                 "download it again")
     return tensors
+
+
+# Tokenizer and chat template.
 
 
 def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[str, ...]:

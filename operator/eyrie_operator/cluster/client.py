@@ -91,6 +91,8 @@ class Cluster:
         self._client = DynamicClient(client.ApiClient(configuration), discoverer=lambda _client, _cache: None)
         self._check, self._counted = check or (lambda: None), counted or (lambda _verb, _kind: None)
 
+    # Reading.
+
     def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
         """One object. Raises NotFound."""
         return self._request("GET", kind, path_of(api_version, kind, namespace, name))
@@ -176,6 +178,8 @@ class Cluster:
         groups = self._request("GET", "APIGroupList", "/apis")["groups"]
         return frozenset({"v1", *(version["groupVersion"] for group in groups for version in group["versions"])})
 
+    # Writing.
+
     def check(self) -> None:
         """Raises NotLeader when the fence is closed: for writes to other systems."""
         self._check()
@@ -232,6 +236,8 @@ class Cluster:
         }
         with contextlib.suppress(ClusterConflict):
             self.create(manifest)
+
+    # Requests.
 
     def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
                field_manager: str = FIELD_MANAGER, *, force: bool = False) -> Object:

@@ -128,6 +128,8 @@ class Controller:
         self._unlisted: set[str | None] = set()
         """Namespaces whose pods this operator may not list."""
 
+    # Events.
+
     def handle_event(self, kind: Kind, event: str, raw: Object) -> None:
         """An object exists, has changed, or (event DELETED) was deleted."""
         metadata = raw["metadata"]
@@ -268,6 +270,8 @@ class Controller:
         if resource.keep_outside or first != key:
             return None
         return Owner(uid=resource.identity.uid, name=name)
+
+    # Reconciling.
 
     def process_next(self) -> bool:
         """Reconcile the next key, waiting for one; False when the queue is closed."""

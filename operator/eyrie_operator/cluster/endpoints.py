@@ -124,6 +124,8 @@ class EndpointReconciler:
         """Objects that the server stores differently from their manifest (defaulted or mutated), with the applied
         digest."""
 
+    # When to reconcile.
+
     def sweep(self) -> tuple[str, ...]:
         """List all objects; returns the endpoints whose objects changed since the last call. Raises
         ClusterUnavailable."""
@@ -131,6 +133,8 @@ class EndpointReconciler:
         before, self._versions = self._versions, self.cache.versions()
         names = {*before, *self._versions}
         return tuple(sorted(name for name in names if before.get(name) != self._versions.get(name)))
+
+    # One step.
 
     def reconcile(self, name: str) -> float | None:
         """One step of one endpoint; returns seconds until the next one, or None for an endpoint without a row."""
@@ -218,6 +222,8 @@ class EndpointReconciler:
         self._cluster.check()
         return self._records.reject_candidate(error, endpoint, conditions), True
 
+    # Observation.
+
     def _observe(self, snapshot: _Snapshot, deployment: EndpointDeployment) -> ObservedEndpoint:
         current = current_state(snapshot.name, snapshot.objects)
         answers = (0, 0)
@@ -282,6 +288,8 @@ class EndpointReconciler:
         self.cache.invalidate(snapshot.name)
         self._cluster.merge(workload["apiVersion"], workload["kind"], metadata["namespace"], metadata["name"],
                             {"metadata": {"annotations": {annotation: began.model_dump_json()}}})
+
+    # Actions.
 
     def _record(self, action: act.EndpointAction, snapshot: _Snapshot, conditions: Conditions,
                 seen: ObservedEndpoint) -> Conditions:

@@ -322,6 +322,9 @@ def orphaned(rows: Iterable[WaitingObject], uids: Collection[str]) -> tuple[Wait
     return tuple(row for row in rows if row.uid not in uids)
 
 
+# Endpoints.
+
+
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
                        taken_by: str | None = None, serve: EndpointServeSpec | None = None,
                        existing: EndpointObjects | None = None) -> Actions:
@@ -393,6 +396,9 @@ def refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: 
     refused = _condition("Accepted", "False", reason, message, resource, now)
     status = DraftEndpointStatus(observed_generation=resource.identity.generation, conditions=(refused,))
     return _write(resource.identity, resource.status, status)
+
+
+# Both.
 
 
 def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndpointStatus) -> Actions:

@@ -179,6 +179,9 @@ def _digest_of(spec: DraftEndpointSpec) -> str:
     return digest(spec.model_dump(mode="json"))
 
 
+# Status.
+
+
 def job_status(job: Job, resource: JobResource) -> DrafterJobStatus:
     """The projection of a job onto its object."""
     generation, status = resource.identity.generation, job.status
@@ -231,6 +234,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if item != ""}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# Events.
 
 
 @dataclass(frozen=True)

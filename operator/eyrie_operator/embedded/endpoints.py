@@ -212,6 +212,8 @@ class EmbeddedEndpoints:
         self._records.save_status(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
         return bool(plan.actions)
 
+    # Observation.
+
     def _observe(self, endpoint: Endpoint, serving: Serving, directory: Path) -> ObservedEndpoint:
         gateway = find_gateway(directory)
         adopt_engines(directory, self._clock())

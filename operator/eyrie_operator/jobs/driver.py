@@ -148,6 +148,8 @@ class Driver:
         after = status.model_copy(update={"conditions": conditions})
         self._jobs.save_status(job.id, after, owner, changes(job.status, after))
 
+    # Observation.
+
     def _plan(self, job: Job) -> tuple[ObservedJob, ActionPlan]:
         run = ObservedRun()
         try:

@@ -91,6 +91,9 @@ def observe_stages(job: Job, resolved: ResolvedJob, job_dir: Path) -> Iterator[O
             yield ObservedStage(stage, key, started_at, manifest, failure)
 
 
+# Events.
+
+
 def changes(before: JobStatus, after: JobStatus) -> Iterator[NewEvent]:
     """An event for each stage, and for each condition that is not a stage's, that differs between the statuses."""
     for stage in after.stages:

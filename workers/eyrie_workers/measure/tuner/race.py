@@ -61,6 +61,8 @@ class Race:
     def record(self, setting: Setting, block: BlockKey, measured: MeasuredBlock) -> None:
         self.blocks.setdefault(setting, {})[block] = measured
 
+    # Admission
+
     def admit(self, affordable: int, required: Sequence[Setting] = ()) -> list[Setting]:
         """Activate off, the required settings and those that could still win, at most `affordable` active at once.
 
@@ -118,6 +120,8 @@ class Race:
 
     def _compared(self) -> list[Setting]:
         return [setting for setting in self.blocks if setting != OFF and self._common(setting, OFF)]
+
+    # Comparison
 
     def _common(self, first: Setting, second: Setting) -> list[BlockKey]:
         """Blocks that both settings answered, of rungs that both completed."""
@@ -183,6 +187,8 @@ class Race:
         tried = [setting for setting in self._compared() if setting.method == method]
         return max(tried, default=None, key=lambda setting: (
             setting not in self.changed_output, setting in self.active, self.estimate(setting)))
+
+    # Elimination
 
     def drop(self) -> list[Setting]:
         """Drop the settings that cannot beat the leader by more than TIE; off stays as the baseline.
