@@ -25,7 +25,14 @@ from eyrie_api.contract.stages import BenchmarkStage, Manifest, StageName, Stage
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_pipelines import stage_specs
-from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, RunFailure, StageFailed, read_failure, read_stage_failure
+from eyrie_pipelines.run_records import (
+    FAILURE_FILE,
+    RUN_DIR,
+    RunFailure,
+    StageFailed,
+    read_failure,
+    read_stage_failure,
+)
 from eyrie_pipelines.runner import JOB_FILE, JobFile
 from eyrie_pipelines.several_gpus import SHARES, TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes
 from eyrie_pipelines.stage_process import run_in_directory, run_stage_program, run_sweep_program

@@ -22,7 +22,13 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ProveReport, ProveSpec
 from eyrie_api.contract.read_rules import ReadRules, reads_of_job
 from eyrie_api.contract.regeneration import RegenerateSpec
-from eyrie_api.contract.reports import BenchmarkReport, CaptureReport, RegenerateReport, TrainReport, TuneReport
+from eyrie_api.contract.reports import (
+    BenchmarkReport,
+    CaptureReport,
+    RegenerateReport,
+    TrainReport,
+    TuneReport,
+)
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.contract.tuning import DrafterUse, TuneSpec

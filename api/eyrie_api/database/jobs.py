@@ -60,7 +60,15 @@ from eyrie_api.database.rendering import (
     render,
     render_job,
 )
-from eyrie_api.database.tables import EndpointRow, EventRow, JobRow, LabelRow, MetricRow, RevisionRow, StageRow
+from eyrie_api.database.tables import (
+    EndpointRow,
+    EventRow,
+    JobRow,
+    LabelRow,
+    MetricRow,
+    RevisionRow,
+    StageRow,
+)
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
 

@@ -142,6 +142,9 @@ def foreign_architecture(config: Mapping[str, Any]) -> tuple[str, str] | None:
             f"serve it by hand in SGLang with --speculative-algorithm {algorithm}")
 
 
+# --- the other families ----------------------------------------------------------------------------------------------
+
+
 def decoder_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Decoder layers that Eyrie does not compute."""
     try:

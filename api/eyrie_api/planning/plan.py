@@ -19,7 +19,16 @@ from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StagePlan
 from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
-from eyrie_api.planning.hardware import ASSUMED, BATCH, Rates, Speed, fitting_sizes, gpu_rates, known_gpu, start_seconds
+from eyrie_api.planning.hardware import (
+    ASSUMED,
+    BATCH,
+    Rates,
+    Speed,
+    fitting_sizes,
+    gpu_rates,
+    known_gpu,
+    start_seconds,
+)
 from eyrie_api.planning.needed_tau import plan_needed_tau
 from eyrie_api.planning.plan_stages import (
     ObjectStore,

@@ -29,7 +29,13 @@ from eyrie_api.contract.resolved import Candidate, ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.planning.row_draw import expected_union, quotas, shares
 from eyrie_api.planning.sweep import may_train_together
-from eyrie_api.planning.training_cost import TrainedDrafter, eagle3_flops, expected_work, streamed_bytes, usable_bytes
+from eyrie_api.planning.training_cost import (
+    TrainedDrafter,
+    eagle3_flops,
+    expected_work,
+    streamed_bytes,
+    usable_bytes,
+)
 from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 
 ASSUMED_GPU_BYTES = 80 * 10**9

@@ -67,7 +67,13 @@ from eyrie_api.planning.hardware import GPUS, Rates, fitting_sizes, known_gpu, m
 from eyrie_api.planning.main_memory import too_small_memory
 from eyrie_api.planning.plan import make_plan, stage_gpus
 from eyrie_api.planning.plan_stages import ObjectStore
-from eyrie_api.planning.plan_work import LEAST_DRAFT_VOCABULARY, DataFacts, PlannedWork, TargetFacts, training_on_gpus
+from eyrie_api.planning.plan_work import (
+    LEAST_DRAFT_VOCABULARY,
+    DataFacts,
+    PlannedWork,
+    TargetFacts,
+    training_on_gpus,
+)
 from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.resolve import BLOCKS, block_chain, held_out_prompts, resolve

@@ -50,7 +50,12 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.pods import ANY_HOST
 from eyrie_pipelines.work_area import split_drafter
 from eyrie_workers.engines.process import EngineCommand
-from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint, read_drafter, read_target
+from eyrie_workers.sglang.checkpoints import (
+    DrafterCheckpoint,
+    TargetCheckpoint,
+    read_drafter,
+    read_target,
+)
 from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 from eyrie_workers.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link

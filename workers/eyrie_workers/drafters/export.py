@@ -29,7 +29,13 @@ from eyrie_api.planning.drafter_rules import LAYER_IDS
 from eyrie_api.planning.eagle3_rules import canonical_name, nested, num_aux
 from eyrie_workers.drafters.card import CARD, CONFIG, README, read_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, headers_of, read_config, read_weights, write_checkpoint
+from eyrie_workers.drafters.checkpoint import (
+    CheckpointInvalid,
+    headers_of,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 from eyrie_workers.drafters.eagle3.directory import validate
 from eyrie_workers.drafters.validation import ValidationRequest
 from eyrie_workers.targets.config import read_json

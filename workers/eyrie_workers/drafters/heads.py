@@ -70,6 +70,9 @@ class HeadsDrafter(nn.Module):
 HeadsT = TypeVar("HeadsT", bound=HeadsDrafter)
 
 
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
 def residual_silu(x: Tensor, inner: Tensor) -> Tensor:
     return x + F.silu(inner.to(x.dtype))
 
@@ -103,6 +106,9 @@ class HeadsProposer:
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Does nothing: the first pairs overwrite the row's state."""
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def save_heads(directory: Path, drafter: HeadsDrafter, dtype: str = "float32", card: Card | None = None) -> None:

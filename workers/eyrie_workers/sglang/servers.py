@@ -25,7 +25,13 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
-from eyrie_workers.engines.process import EngineCommand, EngineFailed, ServerProcess, batch_size_schedule, start_engine
+from eyrie_workers.engines.process import (
+    EngineCommand,
+    EngineFailed,
+    ServerProcess,
+    batch_size_schedule,
+    start_engine,
+)
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target

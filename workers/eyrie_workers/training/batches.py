@@ -54,6 +54,8 @@ from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.state_source import open_source
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 
+# --- rows ------------------------------------------------------------------------------------------------------------
+
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
@@ -121,6 +123,9 @@ def rows_by_source(sources: Sequence[str] | None, rows: Sequence[int], lengths: 
     for row in rows:
         tokens[sources[row]] += lengths[row]
     return {name: SourceRows(rows=counts[name], tokens=tokens[name]) for name in sorted(counts)}
+
+
+# --- schedule --------------------------------------------------------------------------------------------------------
 
 
 def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
@@ -261,6 +266,9 @@ def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) ->
             for shard in shards]
 
 
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
 class Features(Protocol):
     """Random access to captured rows, from a store or a stream."""
 
@@ -355,6 +363,9 @@ class BatchLoader:
             shard = shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
             self._shards.append((plan, shard))
             yield shard.rows or plan.rows[:1]  # a process without a document reads one, and does not train on it
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def micro_batches(documents: PackedBatch, most_tokens: int | None) -> list[tuple[range, PackedBatch]]:

@@ -51,6 +51,8 @@ from torch.autograd.function import once_differentiable
 from eyrie_kernels.soft_target_loss import LK_ETA, TINY, Loss, product
 from eyrie_kernels.soft_target_loss import soft_target_loss as kernel_soft_target_loss
 
+# --- products --------------------------------------------------------------------------------------------------------
+
 _SMALLEST = 32
 
 
@@ -120,6 +122,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, I] times weight [O, I] transposed, in the weight's dtype: [M, O]."""
     y: Tensor = _Linear.apply(x, weight)
     return y
+
+
+# --- the layer -------------------------------------------------------------------------------------------------------
 
 
 def reference_normed_linear(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -294,6 +299,9 @@ def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     return y
 
 
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TargetTable:
     """The target's distribution at each of R needed positions: looked up by every unrolled step.
@@ -408,6 +416,8 @@ def soft_target_loss(x: Tensor, weight: Tensor, table: TargetTable, row: Tensor,
     result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(x, weight, table, row, share, kind, choose)
     return result
 
+
+# --- the rate of this machine ----------------------------------------------------------------------------------------
 
 _PROBE_SIZE, _PROBE_S = 1024, 0.1
 _GPU_PROBE_SIZE = 8192  # a smaller product ends before a GPU reaches its rate

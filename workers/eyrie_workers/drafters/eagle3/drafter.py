@@ -123,6 +123,9 @@ class Eagle3Config:
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
 
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
 class _MidLayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -198,6 +201,9 @@ def initialise_from_target(drafter: Eagle3Drafter, embeddings: TargetEmbeddings,
     ids_D = drafter.vocabulary.ids.to(embeddings.lm_head.device)
     drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, ids_D))
     drafter.norm.weight.copy_(embeddings.norm)
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -319,6 +325,9 @@ def unroll(weights: Eagle3Weights, angles_P: Tensor, projections: SharedProjecti
         if weights.config.norm_output:
             hidden_RH = state_RH
         yield state_RH
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
 
 
 class TrainingTimeTest(Objective[Eagle3Drafter]):
@@ -458,6 +467,8 @@ def loss_in_parts(num_parts: int, loss_of: Callable[[int, SharedProjections, Eag
     loss: Tensor = _InParts.apply(num_parts, loss_from_leaves, *shared, *weights.unrolled())
     return loss
 
+
+# --- memory and arithmetic -------------------------------------------------------------------------------------------
 
 CPU_BUDGET = 64 << 20
 """Bytes of activations that a CPU keeps at a time. Measured: see docs/results/training.md."""
