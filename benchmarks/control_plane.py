@@ -5,7 +5,7 @@ Each part is a real process: a durable PostgreSQL (fsync, synchronous commit), a
 writer of events, and the client. Requests are sent at their scheduled times whether or not earlier ones have been
 answered, and are timed from the scheduled time: a server that stalls for a second is charged with every request that
 was due in it (no "coordinated omission", as in closed loops). Each carries an Idempotency-Key, as `eyrie_api.client`
-sends it. The writer calls what a job's driver calls (`Jobs.record_event`) and puts its clock into the event before it
+sends it. The writer stores events as `Ingest` does, one in a transaction, and puts its clock into the event before it
 writes, so delivery includes the writing transaction.
 
 No worker runs, since it would run the jobs. Processor time is read from /proc for every process of each part, with its
@@ -35,10 +35,12 @@ from typing import Any
 import httpx
 
 from benchmarks.wire import Pool, Stream
+from eyrie_api.clock import utc_now
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.tables import EventRow, JobRow
 from eyrie_api.planning.resolve import derive
 from eyrie_api.processes import free_port
 from tests.servers import postgres
@@ -196,12 +198,15 @@ def cpu_s(pids: list[int]) -> float:
 def write_events(url: str, ids: list[str], per_s: float, seconds: float) -> None:
     """Record events of these jobs at that rate, each with the time before its transaction."""
     database, dice = Database(url), random.Random(0)
-    jobs = Jobs(database)
     print("ready", flush=True)
     begun = time.monotonic()
     for number in range(int(per_s * seconds)):
         time.sleep(max(0.0, begun + number / per_s - time.monotonic()))
-        jobs.record_event(dice.choice(ids), "StepDone", f"step {number}", data={"sent": time.monotonic()})
+        sent = time.monotonic()
+        with database.writing() as session:  # as `Ingest` records what a stage has written
+            job = session.get_one(JobRow, dice.choice(ids), with_for_update=True)
+            session.add(EventRow(job_id=job.id, time=utc_now(), type="Normal", reason="StepDone",
+                                 message=f"step {number}", stage=None, key="", data={"sent": sent}))
     database.close()
 
 

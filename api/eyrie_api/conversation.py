@@ -28,8 +28,6 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation and its source."""
-
     id: str  # stable hash of the prompt: the same prompt has the same id in every run, file and order
     source: str
     line: int
@@ -116,10 +114,8 @@ def detect_layout(value: object) -> str | None:
 
 
 def row_id(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    """128 bits of a hash over the prompt and its tools: rows of equal id would get the same answer.
-
-    Raises Malformed for text that has no UTF-8 form (JSON can contain half a surrogate pair; no tokenizer accepts it).
-    """
+    """128 bits of a hash over the prompt and its tools: rows of equal id would get the same answer. Raises Malformed
+    for text that has no UTF-8 form (JSON can contain half a surrogate pair; no tokenizer accepts it)."""
     value = [list(prompt), list(tools)]
     _check_depth(value)
     text = json_text(value, sort_keys=True, separators=(",", ":"))

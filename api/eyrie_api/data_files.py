@@ -147,10 +147,8 @@ def begins_array(start: bytes) -> bool:
 
 def row_lines(file: io.BufferedIOBase | IO[bytes], max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[bytes]:
     """The lines of a file with a row on each; of one longer than a row may be, its first `max_row_bytes` + 1 bytes.
-
     Raises ValueError, saying where, for as much white space in a row, or a line of `_LONGEST_LINE` rows: a gigabyte of
-    either fits a megabyte of gzip.
-    """
+    either fits a megabyte of gzip."""
     blank = 0
     # readline, not splitlines: it does not split a row at a U+2028 inside one of its strings.
     for number in count(1):
@@ -172,10 +170,8 @@ def row_lines(file: io.BufferedIOBase | IO[bytes], max_row_bytes: int = MAX_ROW_
 
 def array_rows(file: io.BufferedIOBase, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[object]:
     """The elements of the JSON array in a file, decoded one after the other. Memory is bounded by the longest element.
-
     Raises ValueError, saying after which element, where it is not JSON or ends too early, and for a longer element, or
-    as much white space.
-    """
+    as much white space."""
     text = io.TextIOWrapper(cast(IO[bytes], file), encoding="utf-8-sig")
     buffer, expected, number, blank = "", "[", 0, 0
     while True:

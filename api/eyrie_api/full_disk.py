@@ -51,7 +51,6 @@ def is_short(path: Path) -> bool:
 
 
 def disk_full(directory: Path) -> DiskFull:
-    """The error of what was to be written in `directory`."""
     return DiskFull(f"the disk of {directory} is full: {free_bytes(directory) / 1e6:.0f} MB are free",
                     "free space on it; the work continues by itself")
 

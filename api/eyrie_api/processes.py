@@ -23,10 +23,8 @@ _LINE_CHARACTERS = 300  # of a quoted line: SGLang logs all its 500 settings in 
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` on which no process listens now; another process may still bind it first.
-
-    Raises OSError when `host` is not an address of this machine.
-    """
+    """A port of `host` on which no process listens now; another process may still bind it first. Raises OSError when
+    `host` is not an address of this machine."""
     while True:
         port = secrets.choice(_PORTS)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

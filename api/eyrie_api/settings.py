@@ -184,11 +184,9 @@ class Settings(FromVariables):
         return is_loopback_host(self.host)
 
     def job_dir(self, job_id: str) -> Path:
-        """The directory of a job."""
         return self.home.absolute() / "jobs" / job_id
 
     def stage_dir(self, job_id: str, stage: str, key: str = "") -> Path:
-        """The directory of one stage of a job."""
         stages = self.job_dir(job_id) / "stages" / stage
         return stages / key if key else stages
 

@@ -63,8 +63,6 @@ class AddressRefused(InvalidInput):
 
 @dataclass(frozen=True)
 class ParsedUrl:
-    """A valid URL and its parts."""
-
     parts: SplitResult
     host: str
     port: int
@@ -86,7 +84,6 @@ def parse_url(url: str) -> ParsedUrl:
 
 
 def is_allowed(address: str, *, allow_private: bool) -> bool:
-    """Whether a connection to the address is allowed."""
     ip: Address = ipaddress.ip_address(address.partition("%")[0])
     while isinstance(ip, ipaddress.IPv6Address):  # an IPv4 address may be embedded in it
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else (
@@ -316,7 +313,6 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._url, self._addresses, self._port = url, addresses, url.port if port is None else port
 
     def connect(self) -> None:
-        """Connect, with TLS for https."""
         connection: Any = None
         for number, address in enumerate(self._addresses, start=1):
             try:

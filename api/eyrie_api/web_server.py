@@ -138,7 +138,6 @@ class TimedProtocol(_Base):  # type: ignore[misc]
         self._begun = self._has_no_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
         self._timer.cancel()
         super().connection_lost(exc)
 

@@ -72,12 +72,9 @@ class DatabaseDamaged(Permanent):
     """SQLite's own checks fail."""
 
     exit_code = 74  # EX_IOERR
-    reason = "DatabaseDamaged"
 
 
 class Defect(Frozen):
-    """One thing that is wrong."""
-
     reason: Literal["DatabaseDamaged", "LogDamaged", "TablesBehind", "UnknownDirectory", "JobWithoutFiles",
                     "StageDamaged", "StageMissing", "DrafterMissing", "RecordDamaged"]
     where: str
@@ -91,8 +88,6 @@ class Defect(Frozen):
 
 @dataclass(frozen=True)
 class Home:
-    """What is examined."""
-
     path: Path
     database: Database
     digests: bool

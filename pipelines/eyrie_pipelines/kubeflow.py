@@ -285,26 +285,19 @@ ResultT = TypeVar("ResultT")
 class KubeflowUnavailable(Transient):
     """Kubeflow Pipelines does not respond, or limits requests."""
 
-    reason = "KubeflowUnavailable"
-
 
 class KubeflowAccessDenied(Permanent):
     """Kubeflow Pipelines rejected the credentials, or a permission is missing."""
 
     exit_code = 77  # EX_NOPERM
-    reason = "KubeflowAccessDenied"
 
 
 class KubeflowNotFound(Permanent):
     """The resource does not exist, or the URL is not one of Kubeflow Pipelines."""
 
-    reason = "KubeflowNotFound"
-
 
 class PipelineRejected(InvalidInput):
     """Kubeflow Pipelines rejected the pipeline."""
-
-    reason = "PipelineRejected"
 
 
 class KfpApi:

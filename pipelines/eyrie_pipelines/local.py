@@ -106,8 +106,6 @@ class RunObservation(Frozen):
 class RunNotStarted(Permanent):
     """The run's process ended before it wrote `run.json`."""
 
-    reason = "RunNotStarted"
-
 
 class LocalRunner(Runner):
     """Runs of one home directory, at most `max_runs` at once. Stages work in the job's own directory: nothing has to be

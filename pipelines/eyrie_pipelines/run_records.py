@@ -53,8 +53,6 @@ def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
 class StageFailed(Permanent):
     """A stage ended without a manifest; carries the stage program's own reason, message and hint."""
 
-    reason = "StageFailed"
-
 
 class RunFailure(Frozen):
     """`run/failure.json`: the first stage of a run that failed."""

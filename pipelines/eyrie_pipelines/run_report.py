@@ -41,7 +41,6 @@ class ReportSection:
 
 
 def html(job: JobFile, benchmarks: Sequence[BenchmarkReport], tuned: TuneReport, proof: ProveReport) -> str:
-    """The whole page."""
     # Stages do not see the database, in which the benchmark of the serving drafter is.
     decision = decide_job(job.spec, benchmarks, tuned, proof, incumbent=None)
     figures = {figure.name: figure for figure in figures_of(JobReport(

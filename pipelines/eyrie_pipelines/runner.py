@@ -162,14 +162,11 @@ class Runner(Protocol):
 class RuntimeUnavailable(Permanent):
     """Neither a cluster nor this machine can run a stage."""
 
-    reason = "RuntimeUnavailable"
-
 
 class UnavailableRunner(Runner):
     """Starts nothing; see `Runner`."""
 
     def observe(self, job_id: str) -> ObservedRun:
-        """See `Runner`."""
         return ObservedRun()
 
     def start(self, job: JobFile) -> None:

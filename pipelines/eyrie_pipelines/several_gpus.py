@@ -38,7 +38,6 @@ Share = tuple[str, ...]
 
 
 def is_node() -> bool:
-    """Whether this process runs on a node of a TrainJob."""
     return "PET_NNODES" in os.environ
 
 

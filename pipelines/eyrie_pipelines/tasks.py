@@ -253,7 +253,6 @@ def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
 
 
 def benchmark_reports(job_dir: str, job: JobFile, trained: Sequence[TrainReport]) -> list[BenchmarkReport]:
-    """Reports of every drafter that was benchmarked."""
     return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport)
             for ref in stage_specs.benchmarked(job.resolved, trained)]
 

@@ -61,13 +61,9 @@ _TIMEOUT_S = 30.0
 class TrainJobRejected(Permanent):
     """The API server rejects the TrainJob."""
 
-    reason = "TrainJobRejected"
-
 
 class TrainJobUnavailable(Transient):
     """The API server does not answer, or the TrainJob was deleted."""
-
-    reason = "TrainJobUnavailable"
 
 
 class TrainJobRequest(Frozen):

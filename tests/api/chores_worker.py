@@ -19,6 +19,7 @@ from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.settings import Settings
+from tests.api.samples import set_stage
 
 LEASE_S = 1.0
 
@@ -43,7 +44,7 @@ def main(directory: Path) -> None:
                 time.sleep(0.02)
                 jobs.renew_lease(job_id, owner, LEASE_S)
             now = datetime.now(UTC)
-            jobs.set_stage(job_id, StageStatus(stage="train", state="Succeeded", started_at=now, finished_at=now))
+            set_stage(jobs, job_id, StageStatus(stage="train", state="Succeeded", started_at=now, finished_at=now))
         finally:
             jobs.release_lease(job_id, owner)
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from math import prod
@@ -16,8 +16,9 @@ from eyrie_api.contract.model import Interval
 from eyrie_api.contract.plan import Plan, StagePlan
 from eyrie_api.contract.reports import BenchmarkReport, CellReport, Environment
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.stages import Manifest
-from eyrie_api.contract.status import Condition, JobStatus, Phase
+from eyrie_api.contract.stages import Manifest, StageName
+from eyrie_api.contract.status import Condition, JobStatus, Phase, StageStatus
+from eyrie_api.database.jobs import Jobs, Metric, NewEvent, put_metric
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.facts import target_facts
 from eyrie_api.planning.resolve import derive
@@ -80,6 +81,24 @@ def _cell(suite: str, temperature: float, speedup: float, lossless: bool) -> Cel
         acceptance=(0.9, 0.8), accepted_histogram=(1, 2, 3), tokens_per_s=100.0 * speedup,
         baseline_tokens_per_s=100.0, speedup=speedup, speedup_interval=Interval(low=speedup, high=speedup),
         ttft_s=0.01, baseline_ttft_s=0.01, identical=8 if lossless else 7)
+
+
+def set_stage(jobs: Jobs, job_id: str, stage: StageStatus) -> None:
+    """A driver stores the status of one stage."""
+    jobs.save_status(job_id, jobs.get(job_id).status.model_copy(update={"stages": (stage,)}))
+
+
+def record_event(jobs: Jobs, job_id: str, reason: str, message: str, *, stage: StageName | None = None,
+                 key: str = "") -> None:
+    """A driver records an event."""
+    jobs.save_status(job_id, jobs.get(job_id).status, events=[NewEvent(reason, message, stage=stage, key=key)])
+
+
+def record_metrics(jobs: Jobs, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
+    """Points of series, as `Ingest` stores those that a stage has written."""
+    with jobs.database.writing() as session:
+        for point in points:
+            put_metric(session, job_id, stage, key, point)
 
 
 def finish_stage(directory: Path, stage: str, report: Any, files: Mapping[str, bytes], job_id: str) -> None:

@@ -25,7 +25,7 @@ from eyrie_api.errors import DiskFull
 from eyrie_api.http.routes.alerts import read_alerts
 from eyrie_api.planning.resolve import derive
 from tests.api.conftest import Running
-from tests.api.samples import NOW, job_spec
+from tests.api.samples import NOW, job_spec, set_stage
 from tests.api.test_cli_tables import rendered
 from tests.api.test_waiting import waiting
 
@@ -166,7 +166,7 @@ def unwell(server: Running, project: str) -> None:
         made = mine.submit(derive(job_spec(name=f"{project}-{name}", serve={"endpoint": f"{project}-chat"})))
         control.jobs.save_status(made.id, status)
         if name == "broken":
-            control.jobs.set_stage(made.id, StageStatus(stage="train", state="Failed", reason="LossDiverged",
+            set_stage(control.jobs, made.id, StageStatus(stage="train", state="Failed", reason="LossDiverged",
                                                         message=f"{project}: <nan>", hint="lower the learning rate"))
     control.endpoints.create(f"{project}-chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "tiny", project)
     Endpoints(control.database).observe(f"{project}-chat", conditions=(Condition(

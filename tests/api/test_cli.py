@@ -32,7 +32,15 @@ from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from tests.api.samples import benchmark_report, job_spec, planned, target_directory
+from tests.api.samples import (
+    benchmark_report,
+    job_spec,
+    planned,
+    record_event,
+    record_metrics,
+    set_stage,
+    target_directory,
+)
 from tests.tiny import chats_file, tiny_target
 from tests.waiting import wait_for
 
@@ -239,9 +247,9 @@ def test_a_job_is_found_by_id_by_its_beginning_and_by_name(eyrie: Eyrie) -> None
 
 def test_events_metrics_and_logs_of_a_job_in_words_and_as_json(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
-    eyrie.plane.jobs.set_stage(job_id, stage("Running"))
-    eyrie.plane.jobs.record_event(job_id, "DraftVocabularyBuilt", "320 tokens", stage="train", key="base")
-    eyrie.plane.jobs.record_metrics(job_id, "train", "base", [
+    set_stage(eyrie.plane.jobs, job_id, stage("Running"))
+    record_event(eyrie.plane.jobs, job_id, "DraftVocabularyBuilt", "320 tokens", stage="train", key="base")
+    record_metrics(eyrie.plane.jobs, job_id, "train", "base", [
         Metric("loss", step, 2.0 / step, datetime.now(UTC)) for step in (1, 2, 3)])
     log = eyrie.plane.settings.stage_dir(job_id, "train", "base") / "log.txt"
     log.parent.mkdir(parents=True)
@@ -277,7 +285,7 @@ def test_what_needs_a_person_is_listed_in_words_and_as_json(eyrie: Eyrie) -> Non
     assert eyrie("alerts").stdout.strip() == "Nothing needs a person."
     job_id = eyrie.submit("broken")
     eyrie.plane.jobs.save_status(job_id, JobStatus(phase="Failed"))
-    eyrie.plane.jobs.set_stage(job_id, stage("Failed"))
+    set_stage(eyrie.plane.jobs, job_id, stage("Failed"))
     (item,) = eyrie.json("alerts")["items"]
     assert (item["kind"], item["job_id"], item["title"]) == ("job-failed", job_id, "Job broken failed in train")
     assert "Job broken failed in train" in eyrie("alerts").stdout
@@ -423,7 +431,7 @@ def test_plots_of_a_job_that_trains_are_its_curves(eyrie: Eyrie, tmp_path: Path)
     pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
     job_id = eyrie.submit()
     assert eyrie.json("plots", job_id, "--out", str(tmp_path))["files"] == []
-    eyrie.plane.jobs.record_metrics(job_id, "train", "base", [
+    record_metrics(eyrie.plane.jobs, job_id, "train", "base", [
         Metric(name, step, 4.0 / step, datetime.now(UTC)) for step in range(1, 2001) for name in ("loss", "grad_norm")])
     files = [Path(one) for one in eyrie.json("plots", job_id, "--out", str(tmp_path))["files"]]
     assert [one.name for one in files] == ["training-loss.svg", "training-gradient-norm.svg"]
@@ -441,8 +449,8 @@ def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
 
     def run() -> None:
-        eyrie.plane.jobs.set_stage(job_id, stage("Running", progress=Progress(done=1, total=2, unit="steps")))
-        eyrie.plane.jobs.record_event(job_id, "HalfWay", "one of two", stage="train", key="base")
+        set_stage(eyrie.plane.jobs, job_id, stage("Running", progress=Progress(done=1, total=2, unit="steps")))
+        record_event(eyrie.plane.jobs, job_id, "HalfWay", "one of two", stage="train", key="base")
         eyrie.plane.jobs.save_status(job_id, ended("Succeeded", stage("Succeeded")))
 
     thread = later(run)
@@ -491,7 +499,7 @@ def test_a_watch_survives_a_restart_of_the_server(eyrie: Eyrie) -> None:
     def restart() -> None:
         assert eyrie.plane.streamed.wait(60.0), "a watch that has not begun finds no server"
         eyrie.plane.close()
-        eyrie.plane.jobs.record_event(job_id, "WhileAway", "written with nobody listening")
+        record_event(eyrie.plane.jobs, job_id, "WhileAway", "written with nobody listening")
         time.sleep(AWAY_S)
         eyrie.plane.open()
         eyrie.plane.jobs.save_status(job_id, ended("Succeeded"))

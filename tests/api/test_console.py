@@ -33,7 +33,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from tests.api.figures.endpoint_values import endpoint_with_history
-from tests.api.samples import ManualClock, job_body, job_spec
+from tests.api.samples import ManualClock, job_body, job_spec, set_stage
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report
 
 HOSTILE = '"><script>alert(1)</script>'
@@ -67,7 +67,7 @@ def test_a_running_job_shows_its_stages_with_progress_rate_and_time_left(
               StageStatus(stage="capture", state="Running", progress=Progress(
                   done=300, total=1200, unit="rows", rate=12.5, eta_s=72.0, message="shard 3")))
     for stage in stages:
-        jobs.set_stage(job.id, stage)
+        set_stage(jobs, job.id, stage)
     jobs.save_status(job.id, JobStatus(phase="Running", stages=stages))
     page = client.get(f"/console/jobs/{job.id}")
     shown = text_of(page)
@@ -85,7 +85,7 @@ def test_a_failed_job_needs_a_person_and_is_shown_with_its_hint(client: httpx.Cl
     job = jobs.submit(derive(job_spec(name="broken")))
     failed = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="40 GB are needed",
                          hint="free some")
-    jobs.set_stage(job.id, failed)
+    set_stage(jobs, job.id, failed)
     jobs.save_status(job.id, JobStatus(phase="Failed", stages=(failed,)))
     assert "Nothing needs a person" not in text_of(client.get("/"))
     assert "Needs a person Job broken failed in capture 40 GB are needed hint: free some" in text_of(client.get("/"))
@@ -101,7 +101,7 @@ def test_a_tuned_and_proven_job_shows_its_operating_map_and_its_proof(
     job = jobs.submit(derive(job_spec(name="finished")))
     stages = tuple(StageStatus(stage=stage, state="Succeeded") for stage in ("tune", "prove"))
     for stage in stages:
-        jobs.set_stage(job.id, stage)
+        set_stage(jobs, job.id, stage)
     jobs.save_status(job.id, JobStatus(phase="Succeeded", stages=stages))
     chain = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
     points = (OperatingPoint(concurrency=1, setting=chain, speedup=1.88, tokens_per_s=110.0, measured=True,

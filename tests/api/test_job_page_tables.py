@@ -23,7 +23,7 @@ from eyrie_api.planning.resolve import derive
 from eyrie_api.planning.sweep import expand
 from eyrie_api.settings import Settings
 from tests.api.figures.job_values import finish_job, prove_report
-from tests.api.samples import benchmark_report, finish_stage, job_spec
+from tests.api.samples import benchmark_report, finish_stage, job_spec, set_stage
 from tests.api.test_promotion import LOSSY, STEADY, SUITES, proof_of
 
 
@@ -152,7 +152,7 @@ def test_a_row_of_the_proof_has_the_first_token_of_both_variants_in_milliseconds
     stages = tuple(StageStatus(stage=stage, state="Succeeded") for stage in ("tune", "prove"))
     jobs.save_status(job, JobStatus(phase="Succeeded", stages=stages))
     for stage in stages:
-        jobs.set_stage(job, stage)
+        set_stage(jobs, job, stage)
     directory = settings.stage_dir(job, "prove", "").parents[1]
     finish_job(directory, job)
     made = prove_report()

@@ -22,7 +22,7 @@ from eyrie_api.http.console.job_pages import Difference, differences
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
-from tests.api.samples import job_body, job_spec, planned
+from tests.api.samples import job_body, job_spec, planned, set_stage
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = '"><script>alert(1)</script>'
@@ -126,7 +126,7 @@ def test_the_plan_that_a_job_was_accepted_with_is_answered_and_its_time_left_is_
     assert "whole job" not in client.get("/").text, "none of them runs"
     for one in (job, without):
         jobs.save_status(one, JobStatus(phase="Running", started_at=utc_now()))
-        jobs.set_stage(one, StageStatus(stage="capture", state="Running", started_at=utc_now()))
+        set_stage(jobs, one, StageStatus(stage="capture", state="Running", started_at=utc_now()))
     said = re.findall(r"whole job: about (\S+) left \((\S+) to (\S+)\)", client.get("/").text)
     assert said in ([("4h00m", "2h00m", "8h00m")], [("3h59m", "1h59m", "7h59m")]), "of the one with a plan"
     page = client.get(f"/console/jobs/{job}").text
@@ -142,9 +142,9 @@ def test_the_figures_of_plan_against_actual_and_the_time_left_are_answered_as_th
     monkeypatch.setattr("eyrie_api.http.routes.outcomes.utc_now", lambda: now)
     for one in (job, without):
         jobs.save_status(one, JobStatus(phase="Running", started_at=T0))
-        jobs.set_stage(one, StageStatus(stage="capture", state="Succeeded", started_at=T0,
+        set_stage(jobs, one, StageStatus(stage="capture", state="Succeeded", started_at=T0,
                                         finished_at=T0 + timedelta(hours=2)))
-        jobs.set_stage(one, StageStatus(stage="train", state="Running", started_at=T0 + timedelta(hours=2)))
+        set_stage(jobs, one, StageStatus(stage="train", state="Running", started_at=T0 + timedelta(hours=2)))
     answer = PlannedAndActual.model_validate(client.get(f"/v1alpha1/jobs/{job}/plan/actual").json())
     stages = {one.stage: one for one in answer.stages}
     assert (stages["capture"].seconds, stages["capture"].time_ratio) == (7200.0, 2.0)
@@ -173,7 +173,7 @@ def test_a_stage_is_compared_with_what_was_planned_when_its_job_was_accepted(
     jobs = Jobs(database)
     job, without = jobs.submit(planned(job_spec(), *HOURS.stages)).id, jobs.submit(
         derive(job_spec(target={"model": "/gone"}))).id
-    jobs.set_stage(job, StageStatus(stage="capture", state="Succeeded", started_at=T0,
+    set_stage(jobs, job, StageStatus(stage="capture", state="Succeeded", started_at=T0,
                                     finished_at=T0 + timedelta(hours=3)))
     page = client.get(f"/console/jobs/{job}/plan").text
     row = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", page.split("<td>capture</td>")[1])]
@@ -215,7 +215,7 @@ def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Setti
 def test_a_stage_that_waits_for_a_node_says_why_and_what_to_do_on_the_page_of_its_job(
         client: httpx.Client, database: Database) -> None:
     job = Jobs(database).submit(derive(job_spec()))
-    Jobs(database).set_stage(job.id, StageStatus(stage="train", key="base", reason="WaitingForNodes",
+    set_stage(Jobs(database), job.id, StageStatus(stage="train", key="base", reason="WaitingForNodes",
                                                  message="no node fits: 0/3 nodes", hint="scale the pool up"))
     page = client.get(f"/console/jobs/{job.id}").text
     assert "<strong>WaitingForNodes</strong>: no node fits: 0/3 nodes<br>scale the pool up" in page

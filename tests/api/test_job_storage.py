@@ -27,7 +27,7 @@ from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from eyrie_pipelines.processes import wait_until
-from tests.api.samples import ended, job_spec
+from tests.api.samples import ended, job_spec, set_stage
 from tests.api.test_console_admin import text_of
 
 TOKEN = "installation-token-of-this-test"
@@ -159,7 +159,7 @@ def test_files_removed_since_are_gone_and_lost_files_are_no_zeros(settings: Sett
     client = client_of(settings, database)
     assert client.get(STORAGE, headers=ROOT).json()["size_bytes"] == 0, "no job has run, so no directory is needed"
     job = job_with(settings, database, "team", "ours", shard=10)
-    Jobs(database).set_stage(job, StageStatus(stage="capture", state="Running"))
+    set_stage(Jobs(database), job, StageStatus(stage="capture", state="Running"))
     assert client.get(STORAGE, headers=ROOT).json()["size_bytes"] == 10
     shutil.rmtree(settings.job_dir(job))
     assert client.get(STORAGE, headers=ROOT).json()["items"] == []
@@ -254,7 +254,7 @@ def test_the_page_of_administration_shows_the_same(settings: Settings, database:
     assert f'href="/console/jobs/{job}"' in client.get("/console/admin").text
     shutil.rmtree(settings.home / "jobs")
     assert "No job that you may see holds files." in text_of(client, "/console/admin")
-    Jobs(database).set_stage(job, StageStatus(stage="capture", state="Running"))
+    set_stage(Jobs(database), job, StageStatus(stage="capture", state="Running"))
     assert "Unknown: jobs have run, and the server has no directory" in text_of(client, "/console/admin")
     client.cookies.clear()
     narrow = key_of(database, "team", "admin", frozenset({"audit:read"}))

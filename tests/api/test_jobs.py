@@ -19,7 +19,7 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.planning.resolve import derive
-from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec
+from tests.api.samples import NOW, ManualClock, ended, job_body, job_spec, record_metrics, set_stage
 
 
 def test_a_submitted_job_is_pending_accepted_and_its_first_chore_is_promised(jobs: Jobs, database: Database) -> None:
@@ -95,8 +95,8 @@ def test_an_ended_job_cannot_be_cancelled(jobs: Jobs, phase: str) -> None:
 
 def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: Jobs, database: Database) -> None:
     job = jobs.submit(derive(job_spec()))
-    jobs.set_stage(job.id, StageStatus(stage="capture", state="Succeeded", attempt=1, finished_at=NOW))
-    jobs.set_stage(job.id, StageStatus(stage="train", key="base", state="Failed", attempt=1, reason="LossDiverged",
+    set_stage(jobs, job.id, StageStatus(stage="capture", state="Succeeded", attempt=1, finished_at=NOW))
+    set_stage(jobs, job.id, StageStatus(stage="train", key="base", state="Failed", attempt=1, reason="LossDiverged",
                                        message="nan", hint="lower it", progress=Progress(done=3)))
     jobs.cancel(job.id)
     jobs.save_status(job.id, ended("Failed"))
@@ -116,7 +116,7 @@ def test_a_retry_from_a_stage_starts_with_that_one_and_no_drafter_that_is_served
         jobs: Jobs, database: Database, clock: ManualClock) -> None:
     job = jobs.submit(derive(job_spec()))
     for stage in ("capture", "tune"):
-        jobs.set_stage(job.id, StageStatus(stage=stage, state="Succeeded", attempt=1, finished_at=NOW))
+        set_stage(jobs, job.id, StageStatus(stage=stage, state="Succeeded", attempt=1, finished_at=NOW))
     endpoints = Endpoints(database, clock)
     endpoints.create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     endpoints.propose("default", job_id=job.id, checkpoint="c", tree=None, drafter_dir="/d", reason="test")
@@ -179,7 +179,7 @@ def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:
 def test_deleting_an_ended_job_removes_its_rows_and_promises_the_removal_of_its_files(
         jobs: Jobs, database: Database) -> None:
     job = jobs.submit(derive(job_spec(labels={"a": "b"})))
-    jobs.record_metrics(job.id, "train", "base", [Metric("loss", 1, 2.0, NOW)])
+    record_metrics(jobs, job.id, "train", "base", [Metric("loss", 1, 2.0, NOW)])
     jobs.save_status(job.id, ended("Failed"))
     assert jobs.delete(job.id)
     with pytest.raises(NotFound):
@@ -308,7 +308,7 @@ def test_leases_behave_as_one_owner_and_a_deadline(jobs: Jobs, clock: ManualCloc
 
 def test_status_keeps_the_progress_that_was_read_from_the_stage(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
-    jobs.set_stage(job_id, StageStatus(stage="train", key="base", state="Running", progress=Progress(done=5.0)))
+    set_stage(jobs, job_id, StageStatus(stage="train", key="base", state="Running", progress=Progress(done=5.0)))
     running = StageStatus(stage="train", key="base", state="Running", attempt=1)
     jobs.save_status(job_id, JobStatus(phase="Running", stages=(running,)))
     (stage,) = jobs.get(job_id).status.stages
@@ -319,7 +319,7 @@ def test_status_keeps_the_progress_that_was_read_from_the_stage(jobs: Jobs) -> N
 def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
     for stage, key in (("tune", ""), ("train", "c2"), ("regenerate", ""), ("train", "c1")):
-        jobs.set_stage(job_id, StageStatus(stage=stage, key=key))  # type: ignore[arg-type]
+        set_stage(jobs, job_id, StageStatus(stage=stage, key=key))  # type: ignore[arg-type]
     shown = [(one.stage, one.key) for one in jobs.get(job_id).status.stages]
     assert shown == [("regenerate", ""), ("train", "c1"), ("train", "c2"), ("tune", "")]
 
@@ -327,8 +327,8 @@ def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
 def test_long_series_are_reduced_to_ends_and_extremes_and_short_ones_stay_whole(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
     values = {step: float(step % 7) for step in range(1, 1001)} | {437: 90.0, 438: -80.0}
-    jobs.record_metrics(job_id, "train", "a", [Metric("loss", step, value, NOW) for step, value in values.items()])
-    jobs.record_metrics(job_id, "train", "b", [Metric("loss", step, 1.0, NOW) for step in range(50)])
+    record_metrics(jobs, job_id, "train", "a", [Metric("loss", step, value, NOW) for step, value in values.items()])
+    record_metrics(jobs, job_id, "train", "b", [Metric("loss", step, 1.0, NOW) for step in range(50)])
     reduced, short = jobs.metrics(job_id, max_points=50)
     assert (reduced.key, short.key) == ("a", "b")
     steps = [point.step for point in reduced.points]
@@ -343,8 +343,8 @@ def test_long_series_are_reduced_to_ends_and_extremes_and_short_ones_stay_whole(
 
 def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
-    jobs.record_metrics(job_id, "train", "base", [Metric("loss", 20, 1.0, NOW), Metric("loss", 10, 2.0, NOW)])
-    jobs.record_metrics(job_id, "train", "base", [Metric("loss", 20, 0.5, NOW), Metric("lr", 10, 0.1, NOW)])
+    record_metrics(jobs, job_id, "train", "base", [Metric("loss", 20, 1.0, NOW), Metric("loss", 10, 2.0, NOW)])
+    record_metrics(jobs, job_id, "train", "base", [Metric("loss", 20, 0.5, NOW), Metric("lr", 10, 0.1, NOW)])
     loss, lr = jobs.metrics(job_id)
     assert [(point.step, point.value) for point in loss.points] == [(10, 2.0), (20, 0.5)]
     assert (lr.name, len(lr.points)) == ("lr", 1)

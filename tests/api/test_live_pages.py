@@ -23,7 +23,7 @@ from eyrie_api.http.console import pages
 from eyrie_api.http.live_pages import LivePages, PageKey, Render, is_due
 from eyrie_api.settings import Settings
 from tests.api.conftest import Running, serving
-from tests.api.samples import ended, job_spec
+from tests.api.samples import ended, job_spec, record_event, set_stage
 
 TOKEN = "installation-token-of-this-test"
 Message = tuple[str, str]
@@ -60,7 +60,7 @@ def shows(received: Iterator[Message], *words: str) -> str:
 
 
 def advance(server: Running, job_id: str, stage: StageName, done: int) -> None:
-    server.control.jobs.set_stage(job_id, StageStatus(
+    set_stage(server.control.jobs, job_id, StageStatus(
         stage=stage, state="Running", progress=Progress(done=done, total=100, unit="rows")))
 
 
@@ -72,7 +72,7 @@ def test_progress_events_and_the_end_of_a_job_arrive_on_one_stream(server: Runni
         for done in (25, 50):
             advance(server, job.id, "capture", done)
             shows(received, f"{done} % of 100 rows")
-        server.control.jobs.record_event(job.id, "Slower", "the disk is busy")
+        record_event(server.control.jobs, job.id, "Slower", "the disk is busy")
         shows(received, "the disk is busy")
         server.control.jobs.save_status(job.id, ended("Succeeded"))
         shows(received, "Succeeded", "eyrie delete")

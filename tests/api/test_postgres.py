@@ -32,7 +32,7 @@ from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import Conflict
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.planning.resolve import derive
-from tests.api.samples import NOW, benchmark_report, ended, job_spec
+from tests.api.samples import NOW, benchmark_report, ended, job_spec, record_event, record_metrics, set_stage
 from tests.servers.postgres import program
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
@@ -84,7 +84,7 @@ def test_a_restored_dump_has_the_jobs_and_continues_their_numbers(
     assert schema_state(restored) == "current"
     assert Jobs(restored).get(job.id) == job
     before = Jobs(restored).count_events()
-    Jobs(restored).record_event(job.id, "Restored", "goes on")
+    record_event(Jobs(restored), job.id, "Restored", "goes on")
     assert Jobs(restored).count_events() == before + 1
     restored.close()
 
@@ -156,8 +156,8 @@ def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None
 
     def observe(_number: int) -> None:
         for step in range(10):
-            jobs.set_stage(job.id, StageStatus(stage="train", key=str(step), state="Running", started_at=NOW))
-            jobs.record_metrics(job.id, "train", "", [Metric("loss", step, 1.0, NOW)])
+            set_stage(jobs, job.id, StageStatus(stage="train", key=str(step), state="Running", started_at=NOW))
+            record_metrics(jobs, job.id, "train", "", [Metric("loss", step, 1.0, NOW)])
 
     in_threads(observe, 4)
     assert len(jobs.get(job.id).status.stages) == len(jobs.metrics(job.id)[0].points) == 10

@@ -17,7 +17,16 @@ from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, NotFound, TargetNotFound
 from eyrie_api.http.routes.jobs import JOBS
 from tests.api.conftest import Running
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
+from tests.api.samples import (
+    NOW,
+    benchmark_report,
+    ended,
+    finish_stage,
+    job_spec,
+    record_event,
+    record_metrics,
+    set_stage,
+)
 
 
 @pytest.fixture
@@ -41,9 +50,9 @@ def in_thread(events: Iterator[Event]) -> tuple[threading.Thread, list[str]]:
 def test_events_come_live_and_the_stream_ends_with_the_job(server: Running, job: Job) -> None:
     thread, seen = in_thread(server.client.events(job.id))
     for number in range(3):
-        server.control.jobs.record_event(job.id, f"Step{number}", "x")
+        record_event(server.control.jobs, job.id, f"Step{number}", "x")
     server.control.jobs.save_status(job.id, ended("Succeeded"))
-    server.control.jobs.record_event(job.id, "Last", "written after the end")
+    record_event(server.control.jobs, job.id, "Last", "written after the end")
     thread.join(60)
     assert not thread.is_alive()
     assert seen[:4] == ["Accepted", "Step0", "Step1", "Step2"]
@@ -51,8 +60,9 @@ def test_events_come_live_and_the_stream_ends_with_the_job(server: Running, job:
 
 
 def test_a_stream_resumes_behind_the_last_event_id_and_misses_nothing(server: Running, job: Job) -> None:
-    first = server.control.jobs.record_event(job.id, "First", "x")
-    server.control.jobs.record_event(job.id, "Second", "line one\nline two")
+    record_event(server.control.jobs, job.id, "First", "x")
+    first = server.control.jobs.events(job.id)[-1]
+    record_event(server.control.jobs, job.id, "Second", "line one\nline two")
     server.control.jobs.save_status(job.id, ended("Failed"))
     headers = {"Accept": "text/event-stream", "Last-Event-ID": str(first.id)}
     text = httpx.get(f"{server.url}{JOBS}/{job.id}/events", headers=headers).text
@@ -85,7 +95,7 @@ def test_events_are_a_json_list_for_those_who_ask_for_json(server: Running, job:
 
 def test_more_events_than_a_batch_are_all_streamed_in_order(server: Running, job: Job) -> None:
     for number in range(620):
-        server.control.jobs.record_event(job.id, "Tick", str(number))
+        record_event(server.control.jobs, job.id, "Tick", str(number))
     server.control.jobs.save_status(job.id, ended("Succeeded"))
     streamed = [event.message for event in server.client.events(job.id)][1:]
     assert streamed == [str(number) for number in range(620)]
@@ -113,7 +123,7 @@ def test_a_log_is_read_whole_or_followed_until_its_stage_ends(server: Running, j
     log = directory / "log.txt"
     log.write_text("first\n")
     running = StageStatus(stage="train", key="base", state="Running", started_at=NOW)
-    server.control.jobs.set_stage(job.id, running)
+    set_stage(server.control.jobs, job.id, running)
     assert list(server.client.logs(job.id, "train", "base")) == ["first"]
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(server.client.logs(job.id, "train", "base", follow=True)),
@@ -121,13 +131,13 @@ def test_a_log_is_read_whole_or_followed_until_its_stage_ends(server: Running, j
     reader.start()
     with log.open("a") as file:
         file.write("second\n")
-    server.control.jobs.set_stage(job.id, running.model_copy(update={"state": "Succeeded"}))
+    set_stage(server.control.jobs, job.id, running.model_copy(update={"state": "Succeeded"}))
     reader.join(60)
     assert lines == ["first", "second"]
 
 
 def test_a_log_that_is_not_there_says_which_are(server: Running, job: Job) -> None:
-    server.control.jobs.set_stage(job.id, StageStatus(stage="capture", state="Running", started_at=NOW))
+    set_stage(server.control.jobs, job.id, StageStatus(stage="capture", state="Running", started_at=NOW))
     with pytest.raises(NotFound, match="has no log") as caught:
         list(server.client.logs(job.id, "train", "base"))
     assert "capture" in caught.value.hint
@@ -140,7 +150,7 @@ def test_a_log_key_that_is_a_path_is_refused(server: Running, job: Job, key: str
 
 
 def test_metrics_are_series(server: Running, job: Job) -> None:
-    server.control.jobs.record_metrics(job.id, "train", "base", [Metric("train/loss", 1, 2.0, NOW)])
+    record_metrics(server.control.jobs, job.id, "train", "base", [Metric("train/loss", 1, 2.0, NOW)])
     (series,) = server.client.metrics(job.id, stage="train")
     assert (series.name, series.key, series.points[0].value) == ("train/loss", "base", 2.0)
 
@@ -281,7 +291,7 @@ def test_an_event_id_that_a_reader_made_up_hides_nothing_from_the_next_reader(se
         thread, seen = in_thread(server.client.events(job.id))
         while "Accepted" not in seen:
             thread.join(0.01)
-        server.control.jobs.record_event(job.id, "Later", "x")
+        record_event(server.control.jobs, job.id, "Later", "x")
         server.control.jobs.save_status(job.id, ended("Failed"))
         thread.join(60)
     assert not thread.is_alive()
@@ -293,7 +303,7 @@ def test_readers_of_one_job_and_of_others_all_see_everything_whoever_came_first(
     readers = [in_thread(Client(server.url).events(job.id)) for job in jobs for _ in range(2)]
     for number in range(10):
         for job in jobs:
-            server.control.jobs.record_event(job.id, f"Step{number}", "x")
+            record_event(server.control.jobs, job.id, f"Step{number}", "x")
         readers.append(in_thread(Client(server.url).events(jobs[0].id)))
     for job in jobs:
         server.control.jobs.save_status(job.id, ended("Succeeded"))

@@ -13,7 +13,7 @@ from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
 from eyrie_api.planning.resolve import derive
-from tests.api.samples import job_spec
+from tests.api.samples import job_spec, record_metrics
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in, within
 
 OpenPage = Callable[..., Any]
@@ -41,7 +41,7 @@ def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> Non
             for place, most in enumerate(POSITIONS):
                 logged |= {f"acceptance/{place}": most * grown / scale, f"accuracy/{place}": 0.9 * most * grown / scale}
         points += [Metric(metric, step, value, now) for metric, value in logged.items()]
-    jobs.record_metrics(job_id, "train", key, points)
+    record_metrics(jobs, job_id, "train", key, points)
 
 
 def in_training(jobs: Jobs, job_id: str, keys: tuple[str, ...]) -> None:
@@ -53,8 +53,6 @@ def in_training(jobs: Jobs, job_id: str, keys: tuple[str, ...]) -> None:
     training = [StageStatus(stage="train", key=key, state="Running", attempt=1, started_at=now - timedelta(seconds=290),
                             progress=Progress(done=1000.0, total=2000.0, unit="steps", rate=3.5, eta_s=286.0))
                 for key in keys]
-    for stage in (*before, *training):
-        jobs.set_stage(job_id, stage)
     jobs.save_status(job_id, JobStatus(phase="Running", stages=(*before, *training),
                                        started_at=now - timedelta(seconds=900)))
 
@@ -62,7 +60,7 @@ def in_training(jobs: Jobs, job_id: str, keys: tuple[str, ...]) -> None:
 def record_rung(jobs: Jobs, job_id: str, step: int, goes_on: dict[str, bool]) -> None:
     """What a rung decided of each candidate."""
     for key, on in goes_on.items():
-        jobs.record_metrics(job_id, "train", key, [Metric("rung", step, float(on), utc_now())])
+        record_metrics(jobs, job_id, "train", key, [Metric("rung", step, float(on), utc_now())])
 
 
 def charts(page: Any) -> Any:

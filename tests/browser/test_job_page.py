@@ -18,7 +18,7 @@ from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
-from tests.api.samples import finish_stage, job_spec, planned
+from tests.api.samples import finish_stage, job_spec, planned, record_event, set_stage
 from tests.api.test_stage_tables import ANSWERS, STATES
 from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
@@ -41,7 +41,7 @@ def job_in(server: Server, tmp_path: Path, name: str = "nightly", **fields: Any)
 
 def set_stages(server: Server, job: str, phase: Any, *stages: StageStatus) -> None:
     for one in stages:
-        Jobs(server[1]).set_stage(job, one)
+        set_stage(Jobs(server[1]), job, one)
     Jobs(server[1]).save_status(job, JobStatus(phase=phase, stages=stages, started_at=utc_now()))
 
 
@@ -240,7 +240,7 @@ def test_the_leaderboard_is_sorted_and_filtered_and_stays_so_while_the_page_chan
     section.get_by_label("Family").select_option("dflash")
     section.locator("tbody tr", has_text="a-step-1").wait_for(state="detached")
     assert names() == ["b-step-2", "b-step-1"]
-    Jobs(guarded[1]).record_event(job, "Measured", "another event")
+    record_event(Jobs(guarded[1]), job, "Measured", "another event")
     Results(guarded[1]).record(MeasuredCheckpoint(job_id=job, target="quickstart", family="dflash", tuned=False,
                                                   report=benchmark_report("b-step-3", 1.2)), "/b-step-3")
     set_stages(guarded, job, "Running", stage("tune", "Running", progress=Progress(done=1, total=2)))

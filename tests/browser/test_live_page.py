@@ -17,7 +17,7 @@ from eyrie_api.database.tables import JobRow
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from tests.api.conftest import Running, serving
-from tests.api.samples import NOW, ended, job_spec
+from tests.api.samples import NOW, ended, job_spec, set_stage
 from tests.api.test_live_pages import rename_table
 from tests.api.test_waiting import waiting
 from tests.browser.conftest import TOKEN, assert_accessible
@@ -62,7 +62,7 @@ def opened(relay: Relay, open_page: OpenPage, job_id: str, secret: str = TOKEN) 
 
 
 def advance(server: Running, job_id: str, done: int) -> None:
-    Jobs(server.control.database).set_stage(job_id, StageStatus(
+    set_stage(Jobs(server.control.database), job_id, StageStatus(
         stage="capture", state="Running", progress=Progress(done=done, total=100, unit="rows")))
 
 

@@ -48,8 +48,6 @@ class Made:
         done = StageStatus(stage="capture", state="Succeeded")
         running = StageStatus(stage="train", key="base", state="Running")
         jobs.save_status(self.job, JobStatus(phase="Running", stages=(done, running)))
-        for stage in (done, running):
-            jobs.set_stage(self.job, stage)
         self.stage = home / "jobs" / self.job / "stages" / "capture"
         self.stage.mkdir(parents=True)
         write_model(self.stage / "manifest.json", manifest())
@@ -226,8 +224,6 @@ def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_
               StageStatus(stage="tune", state="Running"))
     for job in (whole, bare, changed, shorter, lost):
         jobs.save_status(job, JobStatus(phase="Running", stages=stages))
-        for stage in stages:
-            jobs.set_stage(job, stage)
     for job in (whole, changed, shorter, lost, "job-of-another-database"):
         finish_stage(tmp_path / job, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}),
                      {"cells.json": b"[]", "rows.jsonl": b"1\n2\n"}, job)

@@ -46,8 +46,6 @@ class RateLimited(Transient):
 
 
 class Buckets(Protocol):
-    """Storage of the buckets."""
-
     async def take(self, name: str, per_minute: int) -> float:
         """Take a token. Returns 0, or the seconds until the next one when the bucket is empty."""
 

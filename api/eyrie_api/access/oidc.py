@@ -43,8 +43,6 @@ class IssuerUnavailable(Transient):
 
 @dataclass(frozen=True)
 class Claims:
-    """Claims of a verified token."""
-
     subject: str
     groups: frozenset[str]
 

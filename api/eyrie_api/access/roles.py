@@ -49,7 +49,6 @@ class Principal(Frozen):
     """When its key ends, if it has one that ends."""
 
     def allows(self, action: Action, project: str) -> bool:
-        """Whether the principal may perform the action in the project."""
         if self.scopes is not None and action not in self.scopes:
             return False
         held = (self.roles.get(project), self.roles.get(ALL_PROJECTS))

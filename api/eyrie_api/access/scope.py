@@ -59,11 +59,9 @@ class Scope:
         return self.principal.allows(action, project or ALL_PROJECTS)
 
     def check(self, action: Action, project: str | None, absent: NotFound) -> None:
-        """Authorize an action on a row of `project`; a row without a project requires a role in all projects.
-
-        Raises `absent`, the error for a missing row, when the caller has no role in the project or the scope is
-        restricted to another one, and Forbidden when the caller's role does not allow the action.
-        """
+        """Authorize an action on a row of `project`; a row without a project requires a role in all projects. Raises
+        `absent`, the error for a missing row, when the caller has no role in the project or the scope is restricted to
+        another one, and Forbidden when the caller's role does not allow the action."""
         if self.principal is None:
             return
         if self.project is not None and project != self.project:

@@ -130,10 +130,8 @@ def list_files(root: Path, paths: Iterable[Path]) -> tuple[FileEntry, ...]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path` (a file, or the directory that holds it).
-
-    Raises ArtifactMissing when there is none and ArtifactCorrupt when it cannot be read.
-    """
+    """The manifest at `path` (a file, or the directory that holds it). Raises ArtifactMissing when there is none and
+    ArtifactCorrupt when it cannot be read."""
     file = path / MANIFEST if path.is_dir() else path
     try:
         data = file.read_bytes()

@@ -6,7 +6,7 @@ its manifest first, and `manifest.json` is written once: of two pods that ran th
 second is refused.
 
 Download: files that exist already, by size and digest, are skipped; every file is compared with the manifest.
-A directory without a manifest is unfinished. With `unfinished=True` it is transferred too, so that training resumes
+A directory without a manifest is unfinished. With `unfinished=True` it is downloaded too, so that training resumes
 from the checkpoint of a node that was removed.
 
 Hidden files (temporary files, locks) are not transferred.
@@ -19,32 +19,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
+from eyrie_api.artifacts import MANIFEST, digest_file, parse_manifest, read_manifest, write_atomically
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.contract.stages import STAGES, FileEntry, Manifest, StageName
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 
 
-@dataclass(frozen=True)
-class TransferStats:
-    """Statistics of a transfer."""
-
-    moved_files: int
-    moved_bytes: int
-    skipped_files: int
-
-
-def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished: bool = False) -> TransferStats:
-    """Upload a stage's directory below `prefix/`.
-
-    unfinished   allow a directory without a manifest; files that changed since the last upload are replaced.
-    Raises ArtifactMissing without a manifest or a file that it lists, ArtifactCorrupt when a file differs from it,
-    AlreadyWritten when the store has another manifest.
-    """
-    finished = (directory / MANIFEST).is_file()
-    if not finished and not unfinished:
-        raise ArtifactMissing(f"no manifest in {directory}", "finish the stage first, or upload it as unfinished")
-    listed = {entry.path: entry for entry in read_manifest(directory).files} if finished else {}
+def upload_dir(store: ArtifactStore, directory: Path, prefix: str) -> None:
+    """Upload a finished stage's directory below `prefix/`. Raises ArtifactMissing without a manifest or a file that it
+    lists, ArtifactCorrupt when a file differs from it, AlreadyWritten when the store has another manifest."""
+    listed = {entry.path: entry for entry in read_manifest(directory).files}
 
     def is_stored(name: str, size_bytes: int, sha256: str) -> bool:
         stored = store.stat(f"{prefix}/{name}")
@@ -56,26 +40,22 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
         raise ArtifactMissing(f"{directory / missing[0]} is listed in its manifest but does not exist",
                               "run the stage again")
 
-    def send(name: str) -> int | None:
+    def send(name: str) -> None:
         path = directory / name
         size, digest = path.stat().st_size, digest_file(path)
         if name in listed and (listed[name].size_bytes, listed[name].sha256) != (size, digest):
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "run the stage again")
-        if is_stored(name, size, digest):
-            return None
-        store.upload(f"{prefix}/{name}", path)
-        return size
+        if not is_stored(name, size, digest):
+            store.upload(f"{prefix}/{name}", path)
 
     names = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
     visible = [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
-    moved = _move(store.parallel, send, (name for name in visible if name != MANIFEST))
-    if finished:
-        store.write_once(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
-    return moved
+    _move(store.parallel, send, (name for name in visible if name != MANIFEST))
+    store.write_once(f"{prefix}/{MANIFEST}", (directory / MANIFEST).read_bytes())
 
 
 def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinished: bool = False,
-                 leave_out: Sequence[str] = ()) -> TransferStats:
+                 leave_out: Sequence[str] = ()) -> None:
     """Download a stage's directory: the files its manifest lists, then the manifest.
 
     unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded
@@ -89,39 +69,34 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
         if not unfinished:
             raise ArtifactMissing(f"no {prefix}/{MANIFEST} in {store.url}", "run the stage that writes it")
         names = (stored.key.removeprefix(f"{prefix}/") for stored in store.list(prefix))
-        return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None), wanted(names))
+        _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None), wanted(names))
+        return
     text = store.read(f"{prefix}/{MANIFEST}")
-    temporary = directory / f".{MANIFEST}.fetched"
-    write_atomically(temporary, text)
-    listed = {entry.path: entry for entry in read_manifest(temporary).files}
-    moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), wanted(listed))
-    temporary.replace(directory / MANIFEST)
-    return moved
+    listed = {entry.path: entry for entry in parse_manifest(text, f"{prefix}/{MANIFEST} in {store.url}").files}
+    _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), wanted(listed))
+    write_atomically(directory / MANIFEST, text)
 
 
-def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry: FileEntry | None) -> int | None:
+def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry: FileEntry | None) -> None:
     key, path = f"{prefix}/{name}", directory / name
     wanted = (entry.size_bytes, entry.sha256) if entry else None
     if wanted is None:
         stored = store.stat(key)
         wanted = (stored.size_bytes, stored.sha256) if stored and stored.sha256 else None
-    if path.is_file() and wanted == (path.stat().st_size, digest_file(path)):
-        return None
-    store.download(key, path, sha256=entry.sha256 if entry else None)
-    return path.stat().st_size
+    if not path.is_file() or wanted != (path.stat().st_size, digest_file(path)):
+        store.download(key, path, sha256=entry.sha256 if entry else None)
 
 
-def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]) -> TransferStats:
-    """Transfer files, several at once; `move` returns the bytes transferred, or None for a skipped file."""
+def _move(parallel: int, move: Callable[[str], None], names: Iterable[str]) -> None:
+    """Transfer files, several at once."""
     with ThreadPoolExecutor(parallel, thread_name_prefix="eyrie-files") as pool:
         futures = [pool.submit(move, name) for name in names]
         try:
-            sizes = [future.result() for future in as_completed(futures)]
+            for future in as_completed(futures):
+                future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    sent = [size for size in sizes if size is not None]
-    return TransferStats(len(sent), sum(sent), len(sizes) - len(sent))
 
 
 @dataclass(frozen=True)

@@ -11,30 +11,24 @@ import argparse
 import sys
 from pathlib import Path
 
-from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
+from eyrie_api.artifacts import MANIFEST, digest_file, parse_manifest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing, EyrieError, report_error
 
 
 def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
-    """Download the files below `part` of the stage at `prefix`; returns their number.
-
-    Raises ArtifactMissing when the stage is unfinished or has no such part, ArtifactCorrupt when a file differs.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".{MANIFEST}.fetched"
-    write_atomically(temporary, store.read(f"{prefix}/{MANIFEST}"))
+    """Download the files below `part` of the stage at `prefix`; returns their number. Raises ArtifactMissing when the
+    stage is unfinished or has no such part, ArtifactCorrupt when a file differs."""
+    manifest = parse_manifest(store.read(f"{prefix}/{MANIFEST}"), f"{prefix}/{MANIFEST} in {store.url}")
     part_prefix = f"{part.strip('/')}/" if part else ""
-    entries = [entry for entry in read_manifest(temporary).files if entry.path.startswith(part_prefix)]
-    temporary.unlink()
+    entries = [entry for entry in manifest.files if entry.path.startswith(part_prefix)]
     if not entries:
         raise ArtifactMissing(f"the manifest of {prefix} in {store.url} lists nothing below {part!r}",
                               "check the part's path, as the stage's report names it")
     for entry in entries:
         path = directory / entry.path.removeprefix(part_prefix)
         if not path.is_file() or digest_file(path) != entry.sha256:
-            path.parent.mkdir(parents=True, exist_ok=True)
             store.download(f"{prefix}/{entry.path}", path, sha256=entry.sha256)
     return len(entries)
 

@@ -9,10 +9,8 @@ from eyrie_api.errors import InvalidInput
 
 
 def open_store(url: str | None = None, options: StoreOptions | None = None) -> ArtifactStore:
-    """The store at `url`, by default at the options' url. Sends no request yet: see `ArtifactStore.check`.
-
-    Raises InvalidInput for a url that names no store.
-    """
+    """The store at `url`, by default at the options' url. Sends no request yet: see `ArtifactStore.check`. Raises
+    InvalidInput for a url that names no store."""
     options = options or StoreOptions.from_env()
     url = url or options.url
     if not url:

@@ -47,8 +47,6 @@ _SERVES = ("proposed", "canary", "active", "retired")
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The facts about a job that the decision depends on."""
-
     phase: Phase
     best: str | None
     """Its best checkpoint."""
@@ -68,16 +66,12 @@ class StoredItem(Frozen):
 
 
 class RemovalDecision(Frozen):
-    """A stored item, and whether it may be removed."""
-
     item: StoredItem
     removable: bool
     reason: str
 
 
 class StorageUsage(Frozen):
-    """All items, with the decision on each."""
-
     decisions: tuple[RemovalDecision, ...]
     total_bytes: int
     removable_bytes: int

@@ -52,8 +52,6 @@ def ignore(_num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One object."""
-
     key: str
     size_bytes: int
     sha256: str | None = None
@@ -90,10 +88,8 @@ class ArtifactStore(Protocol):
         """The object's metadata; None when there is no such object."""
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes [start, start + length), fewer at the end; by default all of them, compared with their digest.
-
-        Raises ArtifactMissing, ArtifactCorrupt.
-        """
+        """Bytes [start, start + length), fewer at the end; by default all of them, compared with their digest. Raises
+        ArtifactMissing, ArtifactCorrupt."""
 
     def write(self, key: str, data: bytes) -> StoredObject:
         """Write or replace an object; readers see the old one or the new one."""
@@ -108,10 +104,8 @@ class ArtifactStore(Protocol):
         """
 
     def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
-        """Write or replace an object whose bytes are made while they are sent; memory holds one part of it.
-
-        Raises ArtifactCorrupt when the chunks have another size or digest: the object is then as it was before.
-        """
+        """Write or replace an object whose bytes are made while they are sent; memory holds one part of it. Raises
+        ArtifactCorrupt when the chunks have another size or digest: the object is then as it was before."""
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """Download an object into a file, atomically.

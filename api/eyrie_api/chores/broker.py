@@ -82,9 +82,7 @@ def transport_settings(broker_url: str, visibility_timeout_s: float) -> dict[str
 
 def messages_waiting(connection: Connection, queue: str) -> int:
     """Messages waiting in a queue, without those being processed: the figure to scale workers on (in Redis: LLEN).
-
-    Raises BrokerUnavailable.
-    """
+    Raises BrokerUnavailable."""
     try:
         with connection, connection.channel() as channel:
             return int(channel.queue_declare(queue, passive=True).message_count)
@@ -127,7 +125,6 @@ class TaskLocks:
             self._client.set(_lock_key(name), tag, px=self._ttl_ms)
 
     def release(self, name: str) -> None:
-        """Release the lock, after success or failure."""
         with _translating_errors():
             self._client.delete(_lock_key(name))
 

@@ -116,10 +116,8 @@ class ChoreLoop:
 
 
 def run_worker(app: Celery, settings: Settings, *, concurrency: int, database: Database | None = None) -> None:
-    """Run chores in `concurrency` child processes until SIGTERM or SIGINT, which let running ones finish.
-
-    Raises InvalidInput for a broker that lives in another process's memory.
-    """
+    """Run chores in `concurrency` child processes until SIGTERM or SIGINT, which let running ones finish. Raises
+    InvalidInput for a broker that lives in another process's memory."""
     if settings.broker_url.startswith("memory:"):
         raise InvalidInput("the broker memory:// is private to one process, so no worker can share it",
                            "set EYRIE_BROKER_URL to the Redis of the control plane, for example redis://host:6379/0")
@@ -142,8 +140,6 @@ def _raise_shutdown() -> None:
 
 
 class _Worker(WorkController):  # type: ignore[misc]
-    """A worker that reports when it has begun to consume."""
-
     def __init__(self, **options: Any) -> None:
         self.ready = threading.Event()
         super().__init__(**options)

@@ -32,8 +32,6 @@ MAX_PAGE = 500
 
 @dataclass(frozen=True)
 class RecentWindows:
-    """Recent windows of the serving revision."""
-
     windows: tuple[float, ...] = ()
     """tau of each window since its activation, or since its last drift report; oldest first."""
 
@@ -62,8 +60,6 @@ def record_history(session: Session, clock: Clock, endpoint: str, kind: HistoryK
 
 
 class Histories:
-    """History rows of one database, as `scope` sees them."""
-
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 

@@ -177,10 +177,8 @@ class Endpoints:
 
     def roll_back(self, name: str, revision: int | None = None, *, actor: Actor = "person",
                   reason: str = "RolledBack", message: str = "requested") -> Endpoint:
-        """Make an earlier revision, by default the last one that served before the active one, the candidate.
-
-        Raises Conflict when there is none before, and NotFound when the revision named does not exist.
-        """
+        """Make an earlier revision, by default the last one that served before the active one, the candidate. Raises
+        Conflict when there is none before, and NotFound when the revision named does not exist."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, "endpoint.rollback", name)

@@ -26,8 +26,6 @@ class IdempotencyMismatch(InvalidInput):
 
 @dataclass(frozen=True)
 class Once:
-    """A request that is executed once."""
-
     key: str
     route: str
     body_digest: str
@@ -43,8 +41,6 @@ class Once:
 
 @dataclass(frozen=True)
 class Replay:
-    """The response of the first request."""
-
     status: int
     response: dict[str, Any]
 

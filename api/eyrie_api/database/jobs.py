@@ -7,9 +7,8 @@ Three groups of methods:
 - leases: `take_lease`, `renew_lease`, `release_lease`, `unfinished`. Race: two drivers may take the same job at the
   same time. A lease is one UPDATE ... WHERE, so exactly one of them succeeds in every database. A driver that finds an
   unfinished job without a live lease takes it over. This, not the broker, guarantees progress after kill -9;
-- observations: `save_status`, `set_stage`, `record_event`, `record_metrics`. Race: a driver that was suspended may
-  write after its lease has expired and another driver has taken over. `save_status` with its name is then refused,
-  since the late write would undo the new driver's.
+- observations: `save_status`. Race: a driver that was suspended may write after its lease has expired and another
+  driver has taken over. `save_status` with its name is then refused, since the late write would undo the new driver's.
 
 Nothing here depends on `phase`; a job has ended when a condition says so.
 
@@ -109,8 +108,6 @@ class Intent:
 
 @dataclass(frozen=True)
 class Metric:
-    """One point to record."""
-
     name: str
     step: int
     value: float
@@ -119,8 +116,6 @@ class Metric:
 
 @dataclass(frozen=True)
 class NewEvent:
-    """One event to append."""
-
     reason: str
     message: str
     type: Literal["Normal", "Warning"] = "Normal"
@@ -255,7 +250,6 @@ class Jobs:
         return JobList(items=items, next_cursor=more)
 
     def count_by_phase(self) -> dict[str, int]:
-        """How many jobs are in each phase; for metrics."""
         with self.database.reading() as session:
             counted = session.execute(select(JobRow.phase, func.count()).group_by(JobRow.phase))
             return {row[0]: row[1] for row in counted}
@@ -428,7 +422,8 @@ class Jobs:
 
     def save_status(self, job_id: str, status: JobStatus, owner: str | None = None,
                     events: Iterable[NewEvent] = ()) -> None:
-        """Store the observed status, its stages as by `set_stage`, and the events of what changed, in one transaction.
+        """Store the observed status, its stages, and the events of what changed, in one transaction. A stage without
+        `progress` keeps the stored one.
 
         With `owner`, only while that driver holds the lease: raises LeaseLost otherwise. Raises NotFound.
         """
@@ -451,29 +446,6 @@ class Jobs:
             for event in events:
                 self._note(session, job_id, event.reason, event.message, type=event.type, stage=event.stage,
                            key=event.key)
-
-    def set_stage(self, job_id: str, stage: StageStatus) -> None:
-        """Store the status of one stage. Without `progress` the stored one is kept. Raises NotFound."""
-        with self.database.writing() as session:
-            self._hold(session, job_id)
-            _put_stage(session, job_id, stage)
-
-    def record_event(self, job_id: str, reason: str, message: str, *, type: Literal["Normal", "Warning"] = "Normal",
-                     stage: StageName | None = None, key: str = "",
-                     data: Mapping[str, JsonValue] | None = None) -> Event:
-        """Append an event. Raises NotFound."""
-        with self.database.writing() as session:
-            self._hold(session, job_id)
-            row = self._note(session, job_id, reason, message, type=type, stage=stage, key=key, data=data)
-            session.flush()
-            return render(Event, row)
-
-    def record_metrics(self, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
-        """Record points of series; a point recorded again is replaced."""
-        with self.database.writing() as session:
-            self._hold(session, job_id)
-            for point in points:
-                put_metric(session, job_id, stage, key, point)
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 500) -> tuple[Event, ...]:
         """Events of a job with an id above `after`, in order. Raises NotFound."""
@@ -518,12 +490,9 @@ class Jobs:
         session.flush()
 
     def _note(self, session: Session, job_id: str, reason: str, message: str, *,
-              type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "",
-              data: Mapping[str, JsonValue] | None = None) -> EventRow:
-        row = EventRow(job_id=job_id, time=self._clock(), type=type, reason=reason, message=message, stage=stage,
-                       key=key, data=dict(data or {}))
-        session.add(row)
-        return row
+              type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "") -> None:
+        session.add(EventRow(job_id=job_id, time=self._clock(), type=type, reason=reason, message=message, stage=stage,
+                             key=key, data={}))
 
     def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
         """The row, if this scope may access it. Raises NotFound, or Forbidden."""
@@ -581,7 +550,6 @@ def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
 
 
 def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:
-    """Record one point in the running transaction."""
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
 

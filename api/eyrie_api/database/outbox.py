@@ -27,8 +27,6 @@ transaction would block other writers."""
 
 @dataclass(frozen=True)
 class Chore:
-    """One enqueued chore."""
-
     id: int
     task: ChoreName
     argument: str
@@ -60,7 +58,6 @@ class Outbox:
             return session.execute(query).scalar_one()
 
     def mark_dispatched(self, ids: Iterable[int]) -> None:
-        """Mark chores that the broker has accepted."""
         with self._database.writing() as session:
             session.execute(update(OutboxRow).where(OutboxRow.id.in_(list(ids))).values(dispatched_at=self._clock()))
 

@@ -27,8 +27,6 @@ from eyrie_api.errors import Conflict, NotFound
 
 
 class Projects:
-    """Project and membership rows of one database, as `scope` sees them."""
-
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
@@ -188,8 +186,6 @@ USED_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class KeyRequest:
-    """The attributes of a key to be created."""
-
     name: str
     role: Role
     scopes: frozenset[Action] | None = None
@@ -199,8 +195,6 @@ class KeyRequest:
 
 
 class ApiKeys:
-    """Key rows of one database, as `scope` sees them."""
-
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 

@@ -35,7 +35,6 @@ def new_job_id() -> str:
 
 
 def is_over(conditions: Iterable[Condition]) -> bool:
-    """Whether one of the conditions ends the job."""
     return any(condition.type in ENDS and condition.status == "True" for condition in conditions)
 
 

@@ -31,8 +31,6 @@ from eyrie_api.errors import NotFound
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """One measured checkpoint and the directory of its drafter."""
-
     measured: MeasuredCheckpoint
     drafter_dir: str
 
@@ -49,8 +47,6 @@ class ResultFilter:
 
 
 class Results:
-    """ResultRecord rows of one database, as `scope` sees them."""
-
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 

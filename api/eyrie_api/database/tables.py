@@ -177,8 +177,6 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """An Idempotency-Key and the response of its request."""
-
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
     route: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
@@ -190,8 +188,6 @@ class IdempotencyRow(Base):
 
 
 class ResultRow(Base):
-    """One benchmark result of a checkpoint."""
-
     __tablename__ = "results"
     job_id: Mapped[str] = _job_reference()
     checkpoint: Mapped[str] = mapped_column(sa.String(63), primary_key=True)
@@ -356,8 +352,6 @@ for _dialect, _statement in (
 
 
 class WebhookRow(Base):
-    """One webhook of a project."""
-
     __tablename__ = "webhooks"
     id: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
     project: Mapped[str] = mapped_column(sa.ForeignKey("projects.name"), index=True)
@@ -371,8 +365,6 @@ class WebhookRow(Base):
 
 
 class DeliveryRow(Base):
-    """One delivery of an event to a webhook."""
-
     __tablename__ = "deliveries"
     id: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
     webhook_id: Mapped[str] = mapped_column(sa.ForeignKey("webhooks.id", ondelete="CASCADE"))

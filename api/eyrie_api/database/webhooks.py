@@ -52,8 +52,6 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a delivery."""
-
     id: str
     event: str
     url: str
@@ -84,8 +82,6 @@ def _add(session: Session, clock: Clock, hook: WebhookRow, event: WebhookEvent,
 
 
 class Webhooks:
-    """Webhook and delivery rows of one database, as `scope` sees them."""
-
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM, *,
                  allow_private: bool = False, keys: SecretKeys | None = None) -> None:
         self._database, self._clock, self._scope = database, clock, scope

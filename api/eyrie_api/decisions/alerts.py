@@ -94,7 +94,6 @@ def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job
 
 
 def drift_hint(drift: LiveDrift) -> str:
-    """What to do about it."""
     if drift.has_job:
         return ("start the job that the history offers (eyrie endpoints history has the line), or train on recent "
                 "traffic")
@@ -167,7 +166,6 @@ def _apart(text: str) -> tuple[str, str]:
 
 
 def _has_newer(jobs: Iterable[Job], endpoint: str, since: datetime) -> bool:
-    """Whether a job was submitted for the endpoint after that."""
     return any(job.spec.serve.enabled and job.spec.serve.endpoint == endpoint and job.created_at > since
                for job in jobs)
 

@@ -23,7 +23,6 @@ VARIANTS: tuple[HardwareVariant, HardwareVariant] = ("off", "drafted")
 
 
 def variant_name(profile: str, variant: HardwareVariant) -> str:
-    """The variant's name in the load report."""
     return f"{profile}/{variant}"
 
 

@@ -29,7 +29,6 @@ LEAST_LEFT_S = 600.0
 
 
 def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[LeaderboardEntry, ...]) -> JobReport:
-    """All reports of a job."""
     seconds: dict[str, float] = {}
     for each in manifests:
         spent = (datetime.fromisoformat(each.manifest.finished_at) - datetime.fromisoformat(each.manifest.started_at))

@@ -23,8 +23,6 @@ WITHOUT_DRAFTER = ("off", "ngram")
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """One benchmark report and its origin."""
-
     job_id: str
     family: str
     target: str

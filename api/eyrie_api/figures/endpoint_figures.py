@@ -227,8 +227,6 @@ def _positions(name: str, windows: Sequence[HistoryEntry]) -> list[Row]:
 
 @dataclass
 class Canary:
-    """One canary of a revision."""
-
     revision: int
     steps: list[HistoryEntry] = field(default_factory=list)
     end: HistoryEntry | None = None

@@ -16,7 +16,6 @@ _UNITS = {"closed": "concurrent users", "open": "requests per second"}
 
 
 def load_figures(report: LoadReport) -> tuple[Figure, ...]:
-    """Every figure that the report has data for."""
     figures = []
     for mode, suffix in (("closed", ""), ("open", "-by-rate")):
         levels = sorted((level for level in report.levels if level.mode == mode), key=lambda level: level.level)

@@ -32,8 +32,6 @@ class Line(NamedTuple):
 
 
 class CurveChart(NamedTuple):
-    """The definition of one chart."""
-
     name: contract.FigureName
     title: str
     caption: str
@@ -42,7 +40,6 @@ class CurveChart(NamedTuple):
 
 
 def logged(*names: str) -> Callable[[Metrics], list[Line]]:
-    """These metrics as they were logged."""
     return lambda run: [Line(number, name, run[name]) for number, name in enumerate(names) if name in run]
 
 

@@ -66,7 +66,6 @@ OWN_LEGENDS: Mapping[str, Any] = {"legend": {"color": "independent", "shape": "i
 
 def figure(name: FigureName, title: str, caption: str, rows: list[Row], body: Row,
            changed_at: datetime | None = None) -> Figure:
-    """The figure of these rows, drawn as `body` says."""
     spec = {"$schema": SCHEMA, "description": f"{title}. {caption}", "data": {"values": rows}} | body
     return Figure.model_validate({"name": name, "title": title, "caption": caption, "rows": len(rows), "spec": spec,
                                   "themes": THEMES, "changed_at": changed_at})

@@ -78,14 +78,12 @@ def install(app: FastAPI) -> None:
 
     @app.get(PATH, include_in_schema=False)
     def docs() -> HTMLResponse:
-        """The page."""
         if not rendered:
             rendered.append(render(app.openapi()))
         return HTMLResponse(rendered[0], headers=headers)
 
 
 def render(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document."""
     operations = []
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

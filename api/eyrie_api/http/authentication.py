@@ -53,7 +53,6 @@ class Authenticator:
 
     @property
     def requires_token(self) -> bool:
-        """Whether a request without a token is refused."""
         return self._token is not None or self._issuer is not None
 
     def cached(self, token: str) -> Principal | None:

@@ -50,8 +50,6 @@ _TRY_AGAIN = "eyrie endpoints shows whether it serves; try again in a moment"
 
 @dataclass
 class RunSoFar:
-    """One run and its figures, from the chunks of its stream."""
-
     run: RunName
     traced: bool
     """Whether the engine returns its rounds; otherwise a chunk is one, by its running token count."""
@@ -132,8 +130,6 @@ def refusal(body: dict[str, Any]) -> InvalidInput:
 
 @dataclass(frozen=True)
 class ServedEndpoint:
-    """What a comparison has to know of an endpoint."""
-
     url: str
     """Base URL, up to and including `/v1`."""
 
@@ -172,7 +168,6 @@ def live_revision(endpoint: Endpoint, *, drafts: bool) -> int | None:
 
 
 async def compare(served: ServedEndpoint, request: CompareRequest) -> AsyncIterator[str]:
-    """The events of both runs."""
     complete: dict[RunName, RunSoFar] = {}
     async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT) as client:
         for run in _RUNS:
@@ -260,8 +255,6 @@ def _message(event: str, value: Frozen) -> str:
 
 @dataclass(frozen=True)
 class ProofRecording:
-    """What one proof recorded."""
-
     job_id: str
     answers: tuple[RecordedAnswer, ...]
     tokens_per_s: float | None

@@ -41,8 +41,6 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Control:
-    """The control plane, as routes use it."""
-
     settings: Settings
     database: Database
     files: JobFiles

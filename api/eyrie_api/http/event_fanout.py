@@ -52,8 +52,6 @@ class EventBatch:
 
 @dataclass(eq=False)
 class _SubscribedJob:
-    """A job with subscribers."""
-
     subscribers: set["Subscriber"] = field(default_factory=set)
     delivered_id: int | None = None
     """Events up to this id have been delivered; None until the first subscriber has begun."""
@@ -61,15 +59,12 @@ class _SubscribedJob:
 
 @dataclass(eq=False)
 class Subscriber:
-    """One reader of one job's events."""
-
     job_id: str
     job: _SubscribedJob
     batches: asyncio.Queue[EventBatch] = field(default_factory=asyncio.Queue)
 
 
 def message_of(event: Event) -> str:
-    """An event as a message of an event stream."""
     return f"id: {event.id}\nevent: {event.reason}\ndata: {event.model_dump_json()}\n\n"
 
 
@@ -84,7 +79,6 @@ class EventFanout:
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscriber]:
-        """A subscription for as long as the context lasts."""
         job = self._jobs.setdefault(job_id, _SubscribedJob())
         subscriber = Subscriber(job_id, job)
         job.subscribers.add(subscriber)
@@ -110,7 +104,6 @@ class EventFanout:
             subscriber.job.delivered_id = min(after, newest)
 
     async def _poll(self) -> None:
-        """Poll for as long as there are subscribers."""
         while self._jobs:
             try:
                 delivered = {job_id: job.delivered_id for job_id, job in self._jobs.items()

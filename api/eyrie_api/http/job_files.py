@@ -84,11 +84,9 @@ class JobFiles:
         return self.store.read(self._key(path), start=offset, length=length) if length > 0 else b""
 
     def path(self, stage: StageManifest, entry: FileEntry) -> Path | None:
-        """Path of a finished stage's file on this machine; None where `pieces` reads it from the store.
-
-        Raises ArtifactCorrupt for a path that is not a file in the stage's directory, and for bytes that differ from
-        the manifest's digest.
-        """
+        """Path of a finished stage's file on this machine; None where `pieces` reads it from the store. Raises
+        ArtifactCorrupt for a path that is not a file in the stage's directory, and for bytes that differ from the
+        manifest's digest."""
         if self.store is not None:
             return None
         root, file = stage.directory.resolve(), (stage.directory / entry.path).resolve()

@@ -56,8 +56,6 @@ class JobFilesUnavailable(Permanent):
 
 @dataclass(frozen=True)
 class JobOwner:
-    """Whose a job is, and the facts that the decision depends on."""
-
     name: str | None
     project: str
     facts: storage_usage.JobFacts

@@ -98,8 +98,6 @@ Render = Callable[[], Rendered]
 
 @dataclass(eq=False)
 class _OpenPage:
-    """A page with readers."""
-
     render: Render
     readers: int = 0
     version: object = None
@@ -191,7 +189,6 @@ class LivePages:
         return f"event: heartbeat\ndata: {data}\n\n".encode()
 
     async def _poll(self) -> None:
-        """Poll for as long as there are readers."""
         while self._pages:
             unpolled = dict(self._pages)
             try:

@@ -58,7 +58,6 @@ def respond(problem: Problem, headers: dict[str, str] | None = None) -> Response
 
 
 def refuse(error: EyrieError, path: str) -> Response:
-    """The response to a request on `path` that failed with `error`."""
     headers: dict[str, str] = {}
     if isinstance(error, Transient):
         headers["Retry-After"] = str(math.ceil(error.after_s))

@@ -124,10 +124,8 @@ def _unpacked(packed: io.BufferedReader, suffix: str) -> AbstractContextManager[
 
 
 def first_rows(packed: io.BufferedReader, suffix: str, most: int = _SAMPLE_ROWS) -> list[bytes]:
-    """At most `most` rows of the file's beginning: lines that are not blank, or an array's elements.
-
-    Raises OSError, EOFError and ValueError for what cannot be unpacked or is no array.
-    """
+    """At most `most` rows of the file's beginning: lines that are not blank, or an array's elements. Raises OSError,
+    EOFError and ValueError for what cannot be unpacked or is no array."""
     with _unpacked(packed, suffix) as file:
         start = file.read(_SAMPLE_BYTES)
         file.seek(0)

@@ -169,7 +169,6 @@ def eagle1_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def standalone_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """A draft model's config."""
     family, hint = config.get("model_type"), "serve this one in SGLang, or train one"
     if family != "llama" or has_tied_embeddings(config) or layer_types(config)[1] is not None:
         yield error("contract", f"it is a {family} that Eyrie did not write: a standalone drafter is a Llama with its "

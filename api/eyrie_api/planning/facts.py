@@ -257,10 +257,8 @@ def quickstart_dir() -> Path | None:
 
 
 def target_dir(target: JobTarget) -> Path | None:
-    """The target's directory on this machine, or None when it is a Hub id that is not in the cache.
-
-    Raises TargetNotFound when the model is neither a directory here nor a Hub id, or its revision cannot be one.
-    """
+    """The target's directory on this machine, or None when it is a Hub id that is not in the cache. Raises
+    TargetNotFound when the model is neither a directory here nor a Hub id, or its revision cannot be one."""
     if target.model == QUICKSTART:
         return quickstart_dir()
     if target.model in TRAINED_HERE:

@@ -154,7 +154,6 @@ def _description(family: str) -> str:
 
 def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
             speed: Speed) -> tuple[StagePlan, ...]:
-    """At these rates."""
     return tuple(_stage(work, stage, rates[stage], counts, speed) for stage in work.stages)
 
 

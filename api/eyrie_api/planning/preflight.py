@@ -100,8 +100,6 @@ _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15
 
 @dataclass(frozen=True)
 class Submission:
-    """What a check looks at."""
-
     job: ResolvedJob
     facts: Facts
     settings: Settings

@@ -89,8 +89,6 @@ SUPPORTED_BY_SGLANG: tuple[str, ...] = tuple(sorted((*CAPTURED_ARCHITECTURES, *P
 class Unlaunchable(InvalidInput):
     """A combination of target, drafter, setting and machine that SGLang refuses, or serves wrongly without an error."""
 
-    reason = "Unlaunchable"
-
 
 def require_capture(architecture: str) -> None:
     """Raises UnsupportedTarget, with the supported ones, when SGLang has no EAGLE-3 capture for this architecture."""
@@ -135,11 +133,9 @@ def require_layer_outputs(aux_layers: Sequence[int], field: str) -> None:
 
 
 def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[int]) -> tuple[int, ...]:
-    """`eagle_aux_hidden_state_layer_ids` for SGLang, from ascending `hidden_states` indices.
-
-    Raises InvalidInput when SGLang cannot capture one of them for this architecture. The general rule also applies to
-    architectures that SGLang does not capture at all, since other engines load the same checkpoint directory.
-    """
+    """`eagle_aux_hidden_state_layer_ids` for SGLang, from ascending `hidden_states` indices. Raises InvalidInput when
+    SGLang cannot capture one of them for this architecture. The general rule also applies to architectures that SGLang
+    does not capture at all, since other engines load the same checkpoint directory."""
     beyond = [layer for layer in aux_layers if not 0 <= layer < num_layers]
     if beyond:
         raise InvalidInput(f"aux layers {beyond} of a target with {num_layers} layers cannot be captured by SGLang: "

@@ -63,12 +63,10 @@ Point = tuple[JsonValue, ...]
 
 
 def expand(spec: JobSpec) -> tuple[Candidate, ...]:
-    """The candidates that a job trains, in the order of the grid (the last axis varies fastest) or of the draws.
-
-    Raises InvalidInput naming the axis for a field that does not exist, a field or value given twice, a range of a
-    field that takes no numbers, a value the contract refuses, two mixes of equal shares, more points than the axes
-    have, and more candidates than `sweep.max_candidates`.
-    """
+    """The candidates that a job trains, in the order of the grid (the last axis varies fastest) or of the draws. Raises
+    InvalidInput naming the axis for a field that does not exist, a field or value given twice, a range of a field that
+    takes no numbers, a value the contract refuses, two mixes of equal shares, more points than the axes have, and more
+    candidates than `sweep.max_candidates`."""
     if not spec.trains:
         return ()
     sweep = spec.sweep
@@ -114,7 +112,6 @@ def _words(value: JsonValue) -> str:
 
 
 def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
-    """`num` different points."""
     points: dict[str, Point] = {}
     number = 0
     for wanted in range(1, num + 1):

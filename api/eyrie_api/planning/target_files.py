@@ -350,10 +350,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[str, ...]:
-    """Check `tokenizer.json` and what the chat template does with a conversation; return warnings for the plan.
-
-    Raises NoChatTemplate or UnsupportedTarget, naming the file and the value.
-    """
+    """Check `tokenizer.json` and what the chat template does with a conversation; return warnings for the plan. Raises
+    NoChatTemplate or UnsupportedTarget, naming the file and the value."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise UnsupportedTarget(
@@ -398,10 +396,8 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
 
 
 def template_refusals(directory: Path, prompts: Sequence[Prompt]) -> list[str]:
-    """For each prompt why the target's chat template refuses it, or loses its text; empty where it does not.
-
-    Raises NoChatTemplate or UnsupportedTarget for a template that cannot be read, or not be rendered in time.
-    """
+    """For each prompt why the target's chat template refuses it, or loses its text; empty where it does not. Raises
+    NoChatTemplate or UnsupportedTarget for a template that cannot be read, or not be rendered in time."""
     sources, special = _template_files(directory)
     return _probed(json.dumps([sources, special, prompts]))[1] if sources else [""] * len(prompts)
 

@@ -25,7 +25,7 @@ from eyrie_api.client import Client
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import LeaderboardEntry
-from eyrie_api.contract.status import Endpoint, Job, JobReport
+from eyrie_api.contract.status import Endpoint, JobReport
 from eyrie_api.decisions.certification import EXIT_CODES, WORDS, Verdict, certification
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import InvalidInput, NoChatTemplate, NoUsableData, TargetNotFound, UnsupportedTarget
@@ -125,18 +125,14 @@ def certify(spec: JobSpec, server: str | None, home: Path, screen: Screen) -> Ce
         if screen.as_json:
             progress.out = progress.err  # stdout has the certificate alone
         job = watch.watch(client, created.id, progress)
-        _require_success(job)
+        failed = find(job.status.conditions, "Failed")
+        if failed is not None and failed.status == "True" and failed.reason in _REFUSALS:
+            message, _, hint = failed.message.partition("; hint: ")
+            raise DraftersRefused(message, hint)
+        watch.verdict(job)
         endpoint = None
         if job.status.decision is not None and job.status.decision.promote:
             endpoint = demo.wait_serving(client, job)
         if endpoint is not None:
             served.append(endpoint)
         return judge(client.report(job.id), endpoint)
-
-
-def _require_success(job: Job) -> None:
-    failed = find(job.status.conditions, "Failed")
-    if failed is not None and failed.status == "True" and failed.reason in _REFUSALS:
-        message, _, hint = failed.message.partition("; hint: ")
-        raise DraftersRefused(message, hint)
-    watch.verdict(job)

@@ -57,8 +57,6 @@ QUICKSTART = "quickstart"
 class DemoFailed(Permanent):
     """The demo failed."""
 
-    reason = "DemoFailed"
-
 
 def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKSTART) -> JobSpec:
     """The job: a drafter for the target. `short` keeps every stage and shrinks each.

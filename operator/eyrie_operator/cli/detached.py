@@ -32,8 +32,6 @@ _CLAIM_S = 10.0
 class PlaneFailed(Permanent):
     """The control plane did not start or stop."""
 
-    reason = "PlaneFailed"
-
 
 @contextlib.contextmanager
 def claim(home: Path, url: str) -> Iterator[None]:

@@ -51,8 +51,6 @@ _STYLE = {"error": "bold red", "warning": "yellow"}
 class CheckFailed(Permanent):
     """The check program ended without a result."""
 
-    reason = "CheckFailed"
-
 
 def check(directories: Sequence[str], target: str | None, context: int | None, screen: Screen, *, fast: bool) -> bool:
     """Check each directory and show the findings; returns whether all are servable. Raises as `run_check`."""
@@ -126,8 +124,6 @@ _OF_THE_SERVER = ("path", "drafter_dir", "launch", "variants", "model")
 
 class NotPublished(Permanent):
     """The card could not be written, or the Hub refused the files."""
-
-    reason = "NotPublished"
 
 
 def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:

@@ -62,19 +62,13 @@ Counted = Callable[[str, str], None]
 class ClusterConflict(Conflict):
     """The object has changed, exists already, or a field belongs to another manager."""
 
-    reason = "ClusterConflict"
-
 
 class ClusterRejected(Permanent):
     """The API server rejects the request."""
 
-    reason = "ClusterRejected"
-
 
 class ClusterUnavailable(Transient):
     """The API server does not respond, or limits requests."""
-
-    reason = "ClusterUnavailable"
 
 
 class VersionGone(ClusterUnavailable):
@@ -310,7 +304,6 @@ def _read_lease(raw: Object) -> LeaseRecord:
 
 
 def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:
-    """API path of the objects of a kind, or of one object."""
     lower = kind.lower()
     plural = lower[:-1] + "ies" if lower.endswith("cy") else lower + "s"
     root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"

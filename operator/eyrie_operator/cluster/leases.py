@@ -33,13 +33,9 @@ Monotonic = Callable[[], float]
 class NotLeader(Conflict):
     """This operator does not hold the lease; another may be acting."""
 
-    reason = "NotLeader"
-
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """A Lease as the API server has it."""
-
     holder: str
     """Empty after it was released."""
 
@@ -65,8 +61,6 @@ def timings_of(duration_s: float) -> LeaseTimings:
 
 
 class LeaseClient(Protocol):
-    """Access to the stored lease."""
-
     def read_lease(self) -> LeaseRecord | None:
         """The lease; None when it does not exist."""
 
@@ -94,7 +88,6 @@ class Fence:
         self._monotonic, self._until = monotonic, float("-inf")
 
     def open_until(self, moment: float) -> None:
-        """Open until this time of the monotonic clock."""
         self._until = moment
 
     def close(self) -> None:
@@ -111,8 +104,6 @@ class Fence:
 
 
 class Elector:
-    """One candidate."""
-
     def __init__(self, me: str, client: LeaseClient, timings: LeaseTimings, fence: Fence, *, monotonic: Monotonic,
                  clock: Callable[[], datetime]) -> None:
         self._me, self._client, self._timings, self._fence = me, client, timings, fence

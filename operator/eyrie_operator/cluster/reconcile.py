@@ -136,8 +136,6 @@ class RemoveWaiting:
 
 @dataclass(frozen=True)
 class Annotate:
-    """Set or remove an annotation of ours."""
-
     name: str
     value: str | None
 
@@ -149,8 +147,6 @@ class DeleteResource:
 
 @dataclass(frozen=True)
 class CreateEndpoint:
-    """Create the endpoint's row if it does not exist."""
-
     name: str
     target: TargetSpec
     serve: EndpointServeSpec
@@ -167,8 +163,6 @@ class UpdateServing:
 
 @dataclass(frozen=True)
 class UpdateMirror:
-    """Write the row into the spec of its mirror."""
-
     name: str
 
 

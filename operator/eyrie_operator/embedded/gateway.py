@@ -35,10 +35,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import uvicorn
@@ -48,6 +48,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as PathRoute
 
+from eyrie_api import client_left
 from eyrie_api.artifacts import write_sealed
 from eyrie_api.contract.model import Frozen
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse, report_error
@@ -72,8 +73,6 @@ from eyrie_operator.endpoints.traffic_recording import (
 from eyrie_pipelines.processes import ProcessId, identify
 from eyrie_workers.engines.openai_api import InvalidRequest, error_body, read_object
 from eyrie_workers.engines.request_rules import OTHERS, is_inference
-
-T = TypeVar("T")
 
 GATEWAY_FILE = "gateway.json"
 REVISION_HEADER = "x-eyrie-revision"
@@ -186,7 +185,7 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
                 routed.begin(ignores_eos=is_post and past_end)
                 try:
                     return await _send(client, routes, routed, request, body, counted=is_post)
-                except ClientDisconnect:
+                except client_left.ClientLeft:
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
                     if is_post:
@@ -237,7 +236,7 @@ async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedR
     headers = [(name, value.strip(b" \t")) for name, value in request.headers.raw
                if name.decode("latin-1").lower() not in _NOT_SENT]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
-    response = await _unless_disconnected(request, client.send(outgoing, stream=True))
+    response = await client_left.unless_left(request.receive, client.send(outgoing, stream=True))
     forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _NOT_RELAYED}
     forwarded[REVISION_HEADER] = str(routed.revision)
     if "location" in forwarded:  # the engine's own address is not for clients
@@ -251,26 +250,8 @@ async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedR
         async with contextlib.aclosing(relayed):
             return b"".join([chunk async for chunk in relayed])
 
-    content = await _unless_disconnected(request, joined())
+    content = await client_left.unless_left(request.receive, joined())
     return Response(content, status_code=response.status_code, headers=forwarded)
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects first. Raises ClientDisconnect."""
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, disconnect):
-            task.cancel()
-        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
 async def _with_error_event(chunks: AsyncGenerator[bytes], routes: RoutingTable,

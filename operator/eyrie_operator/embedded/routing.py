@@ -32,8 +32,6 @@ UNENDED_PATH = "/-/eyrie/unended"
 
 
 class Share(Frozen):
-    """One engine and its share of the requests."""
-
     revision: int
     url: str
     """The engine's base URL, without `/v1`."""

@@ -33,8 +33,6 @@ from eyrie_operator.unscheduled import is_due
 
 @dataclass(frozen=True)
 class ObservedEngine:
-    """One engine process of an endpoint."""
-
     revision: int
     state: Literal["starting", "healthy", "dead"]
     """starting: running, but its probe has not passed yet."""
@@ -88,8 +86,6 @@ class ObservedCanary:
 
 @dataclass(frozen=True)
 class ObservedEndpoint:
-    """The observation of an endpoint that `plan_endpoint` decides from."""
-
     gateway_alive: bool = False
     routed: int | None = None
     """The revision that the route leads to."""

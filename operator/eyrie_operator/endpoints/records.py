@@ -193,7 +193,6 @@ class EndpointRecords:
             return None
 
     def watched(self, endpoint: Endpoint) -> RecentWindows:
-        """Recent acceptance windows of the active revision."""
         active = endpoint.active_revision
         return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 
@@ -216,7 +215,9 @@ class EndpointRecords:
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, act.RollBack):
-            bare = self._without_drafter(endpoint) if action.without_drafter else None
+            # Each endpoint begins with a revision that is the target alone.
+            bare = next(each.number for each in endpoint.revisions
+                        if each.use.setting.method == "off") if action.without_drafter else None
             self.endpoints.roll_back(name, bare, actor="watch", reason=action.reason, message=action.message)
             message = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, message, now)
@@ -238,10 +239,6 @@ class EndpointRecords:
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")
         return conditions
-
-    def _without_drafter(self, endpoint: Endpoint) -> int:
-        """The number of the revision that is the target alone. Each endpoint begins with one."""
-        return next(each.number for each in endpoint.revisions if each.use.setting.method == "off")
 
     def reject_candidate(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
         """Reject the candidate: it cannot be served as configured, and a retry would fail the same way."""

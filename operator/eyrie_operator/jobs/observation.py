@@ -36,7 +36,6 @@ class AttemptOutcome(Frozen):
 
 
 def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
-    """The state of a promoted revision at its endpoint."""
     if endpoint.candidate_revision == revision and endpoint.desired == "off":
         return ObservedServing("off", "Off", f"the endpoint is switched off: revision {revision} starts when it is "
                                "switched on", endpoint.name)

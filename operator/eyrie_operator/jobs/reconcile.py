@@ -73,8 +73,6 @@ class ObservedServing:
 
 @dataclass(frozen=True)
 class ObservedJob:
-    """The observation of a job that `reconcile` decides from."""
-
     attempt: int
     previous: JobStatus
     cancel_requested: bool = False

@@ -15,14 +15,7 @@ from pydantic import JsonValue
 from eyrie_api.contract.hardware import HardwareReport
 from eyrie_api.contract.load import LoadReport
 from eyrie_api.contract.prove import ParityReport, ProveReport, SampledParityReport
-from eyrie_api.contract.reports import (
-    BenchmarkReport,
-    CaptureReport,
-    CellReport,
-    PromotionDecision,
-    RegenerateReport,
-    TuneReport,
-)
+from eyrie_api.contract.reports import BenchmarkReport, CaptureReport, PromotionDecision, RegenerateReport, TuneReport
 from eyrie_api.contract.stages import Manifest, StageName
 from eyrie_api.contract.status import Condition, Endpoint
 from eyrie_operator.conditions import find
@@ -89,7 +82,11 @@ def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
 def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
     suites: dict[str, JsonValue] = {}
     for suite in dict.fromkeys(cell.suite for cell in report.cells):
-        suites[suite] = {f"{cell.temperature:g}": _cell(cell) for cell in report.cells if cell.suite == suite}
+        suites[suite] = {f"{cell.temperature:g}": {
+            "tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
+            "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
+            "acceptance": list(cell.acceptance), "repeated_share": cell.repeated_share,
+            "tau_of_new_text": cell.tau_of_new_text} for cell in report.cells if cell.suite == suite}
     return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
             "rival": report.rival, "dropped": report.dropped,
             "lossless": report.lossless, "suites": suites,
@@ -98,13 +95,6 @@ def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
                             "tau": load.tau, "tokens_per_s": load.tokens_per_s,
                             "baseline_tokens_per_s": load.baseline_tokens_per_s, "identical": load.identical,
                             "requests": load.requests} for load in report.concurrent]}
-
-
-def _cell(cell: CellReport) -> dict[str, JsonValue]:
-    return {"tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
-            "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
-            "acceptance": list(cell.acceptance), "repeated_share": cell.repeated_share,
-            "tau_of_new_text": cell.tau_of_new_text}
 
 
 def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:

@@ -88,7 +88,6 @@ class NotStructural(ValueError):
 
 
 def custom_resource_definitions() -> dict[str, Schema]:
-    """Every definition, by file name."""
     job = _definition(
         kind="DrafterJob", plural="drafterjobs", short="dj", spec=DrafterJobSpec, status=DrafterJobStatus,
         description="Train, choose, tune and serve a speculative-decoding drafter for one target.",
@@ -177,7 +176,13 @@ class _Writer:
             what = sorted(unknown) or "a union, or a tuple of unlike values,"
             raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be expressed in a structural schema")
         target: Schema = {key: source[key] for key in _KEPT if key in source}
-        self._bounds(source, target)
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if exclusive in source:
+                target[bound], target[exclusive] = source[exclusive], True
+            if bound in target and abs(target[bound]) > _EXACT:
+                del target[bound]
+        if target.get("type") == "integer":
+            target["format"] = "int64"
         if "const" in source:
             target["enum"] = [source["const"]]
         # An optional enum is not nullable, clients omit the field instead: a server of 1.20 rejects a definition with
@@ -193,7 +198,17 @@ class _Writer:
             if key:
                 target |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(key)}
         elif target["type"] == "object":
-            self._fields(source, target)
+            if "properties" in source:
+                target["properties"] = {name: self.write(part) for name, part in source["properties"].items()}
+                if not self._defaults and "required" in target:  # nulls of a status are not stored
+                    target["required"] = [name for name in target["required"]
+                                          if not self._resolve(source["properties"][name])[1]]
+            elif "patternProperties" in source:  # the keys' pattern cannot be expressed
+                target["additionalProperties"] = self.write(next(iter(source["patternProperties"].values())))
+            elif isinstance(source.get("additionalProperties"), dict):
+                target["additionalProperties"] = self.write(source["additionalProperties"])
+            else:
+                target["x-kubernetes-preserve-unknown-fields"] = True
             rules = [*source.get("x-kubernetes-validations", ()),
                      *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
             if rules and self._defaults:  # a status is written by the operator: rules are for users' input
@@ -220,28 +235,6 @@ class _Writer:
             nullable = True
             rest = {key: value for key, value in source.items() if key != "anyOf"}
             source = {**real[0], **rest}
-
-    def _bounds(self, source: Schema, target: Schema) -> None:
-        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if exclusive in source:
-                target[bound], target[exclusive] = source[exclusive], True
-            if bound in target and abs(target[bound]) > _EXACT:
-                del target[bound]
-        if target.get("type") == "integer":
-            target["format"] = "int64"
-
-    def _fields(self, source: Schema, target: Schema) -> None:
-        if "properties" in source:
-            target["properties"] = {name: self.write(part) for name, part in source["properties"].items()}
-            if not self._defaults and "required" in target:  # nulls of a status are not stored
-                target["required"] = [name for name in target["required"]
-                                      if not self._resolve(source["properties"][name])[1]]
-        elif "patternProperties" in source:  # the keys' pattern cannot be expressed
-            target["additionalProperties"] = self.write(next(iter(source["patternProperties"].values())))
-        elif isinstance(source.get("additionalProperties"), dict):
-            target["additionalProperties"] = self.write(source["additionalProperties"])
-        else:
-            target["x-kubernetes-preserve-unknown-fields"] = True
 
     def _merged_union(self, source: Schema) -> Schema:
         """A tagged union as one object: the tag, required, the fields of every variant, and rules per variant."""

@@ -45,8 +45,6 @@ Manifest = dict[str, Any]
 class Undeployable(InvalidInput):
     """The endpoint cannot be deployed on this cluster as configured."""
 
-    reason = "Undeployable"
-
 
 @dataclass(frozen=True)
 class SglangPods:
@@ -67,8 +65,6 @@ class EmbeddedEnginePods:
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """Location of a drafter in an artifact store."""
-
     prefix: str
     """Key prefix of the stage directory that contains it."""
 
@@ -78,8 +74,6 @@ class StoredDrafter:
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """The drafter of one revision."""
-
     facts: DrafterCheckpoint
     """`directory` is a path on the work volume, unless the drafter is downloaded from `stored`."""
 
@@ -246,7 +240,6 @@ def selector(endpoint: str, revision: int | None = None, role: str | None = SERV
 
 
 def labels(endpoint: str, revision: int | None = None, role: str | None = None) -> dict[str, str]:
-    """All labels of an object or a pod."""
     return selector(endpoint, revision, role) | {
         "app.kubernetes.io/instance": endpoint, "app.kubernetes.io/component": "endpoint",
         "app.kubernetes.io/part-of": "eyrie", "app.kubernetes.io/managed-by": MANAGER}

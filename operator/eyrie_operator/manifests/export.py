@@ -47,8 +47,6 @@ _STARTUP_PERIOD_S = 10
 
 @dataclass(frozen=True)
 class ServedDecision:
-    """What is to be served."""
-
     name: str
     """Of the objects; `object_name` shortens it."""
 
@@ -171,7 +169,6 @@ class Objects(Frozen):
 
 
 def objects(served: ServedDecision, engine: ServingEngine) -> Objects:
-    """The objects that start this engine."""
     claims: dict[str, str] = {}
     notes = []
     name = object_name(served.name)

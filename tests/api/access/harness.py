@@ -18,7 +18,17 @@ from eyrie_api.http.control import Control
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from tests.api.conftest import Running, serving
-from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec, planned
+from tests.api.samples import (
+    NOW,
+    benchmark_report,
+    ended,
+    finish_stage,
+    job_spec,
+    planned,
+    record_event,
+    record_metrics,
+    set_stage,
+)
 
 TOKEN = "the-installation-s-own-token"
 SECRET_KEY = "c2VjcmV0LWtleS1vZi10aGUtdGVzdHMtMDEyMzQ1Njc="
@@ -93,9 +103,9 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
     job_id = control.jobs.submit(planned(spec), project=project).id
     key = f"{project}-c1-step-1"
-    control.jobs.set_stage(job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
-    control.jobs.record_event(job_id, "Told", f"a word of {project}")
-    control.jobs.record_metrics(job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
+    set_stage(control.jobs, job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
+    record_event(control.jobs, job_id, "Told", f"a word of {project}")
+    record_metrics(control.jobs, job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
     directory = settings.stage_dir(job_id, "benchmark", key)
     benchmarked = benchmark_report(key, {"chat": (1.5,)})
     finish_stage(directory, "benchmark", benchmarked, {"cells.bin": project.encode()}, job_id)

@@ -1,11 +1,13 @@
 """Whole stage directories: what is there is not moved, what differs is refused, the manifest comes last."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, read_report, verify, verify_part
-from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
+from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
@@ -23,16 +25,30 @@ def a_stage(directory: Path, job_id: str = "j") -> Path:
     return directory
 
 
+def moved(store: ArtifactStore, verb: Literal["upload", "download"], move: Callable[[], None]) -> set[str]:
+    """The keys below PREFIX that the store is asked to move while `move` runs."""
+    keys, action = set[str](), getattr(store, verb)
+
+    def counted(key: str, *values: Any, **options: Any) -> Any:
+        keys.add(key.removeprefix(f"{PREFIX}/"))
+        return action(key, *values, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, verb, counted)
+        move()
+    return keys
+
+
 def names(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_a_finished_directory_goes_up_and_comes_down_whole(store: ArtifactStore, tmp_path: Path) -> None:
     made = a_stage(tmp_path / "made")
-    assert upload_dir(store, made, PREFIX) == TransferStats(4, 3008, 0)
+    upload_dir(store, made, PREFIX)
     assert [found.key for found in store.list(PREFIX)] == [
         f"{PREFIX}/{name}" for name in ("events.jsonl", "index.json", MANIFEST, "shards/0.bin", "shards/1.bin")]
-    assert download_dir(store, PREFIX, tmp_path / "back") == TransferStats(3, 3002, 0)
+    download_dir(store, PREFIX, tmp_path / "back")
     assert names(tmp_path / "back") == {*FILES, MANIFEST}
     assert read_manifest(tmp_path / "back") == read_manifest(made)
     for name, data in FILES.items():
@@ -41,18 +57,16 @@ def test_a_finished_directory_goes_up_and_comes_down_whole(store: ArtifactStore,
 
 def test_what_is_there_already_is_not_moved_again(store: ArtifactStore, tmp_path: Path) -> None:
     made = a_stage(tmp_path / "made")
-    (made / MANIFEST).rename(tmp_path / MANIFEST)
-    upload_dir(store, made, PREFIX, unfinished=True)
-    (tmp_path / MANIFEST).rename(made / MANIFEST)
-    store.delete(f"{PREFIX}/shards/1.bin")
+    for name in ("events.jsonl", "shards/0.bin"):
+        store.upload(f"{PREFIX}/{name}", made / name)
     store.write(f"{PREFIX}/index.json", b"torn")
-    assert upload_dir(store, made, PREFIX) == TransferStats(2, 2002, 2)
-    assert upload_dir(store, made, PREFIX) == TransferStats(0, 0, 4)
+    assert moved(store, "upload", lambda: upload_dir(store, made, PREFIX)) == {"index.json", "shards/1.bin"}
+    assert moved(store, "upload", lambda: upload_dir(store, made, PREFIX)) == set()
     back = tmp_path / "back"
     download_dir(store, PREFIX, back)
     (back / "shards/0.bin").write_bytes(b"1" * 1000)
     (back / MANIFEST).unlink()
-    assert download_dir(store, PREFIX, back) == TransferStats(1, 1000, 2)
+    assert moved(store, "download", lambda: download_dir(store, PREFIX, back)) == {"shards/0.bin"}
     assert (back / "shards/0.bin").read_bytes() == FILES["shards/0.bin"]
 
 
@@ -100,21 +114,21 @@ def test_a_file_that_the_stage_itself_has_put_into_the_store_need_not_be_here(st
         upload_dir(store, made, PREFIX)
 
 
-def test_an_unfinished_directory_moves_only_when_asked_to(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_unfinished_directory_is_downloaded_only_on_request(store: ArtifactStore, tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "checkpoints").mkdir(parents=True)
     (work / "checkpoints" / "state.pt").write_bytes(b"step 1")
     with pytest.raises(ArtifactMissing):
         upload_dir(store, work, PREFIX)
-    assert upload_dir(store, work, PREFIX, unfinished=True).moved_files == 1
-    (work / "checkpoints" / "state.pt").write_bytes(b"step 2")
-    upload_dir(store, work, PREFIX, unfinished=True)
+    store.upload(f"{PREFIX}/checkpoints/state.pt", work / "checkpoints" / "state.pt")
     with pytest.raises(ArtifactMissing):
         download_dir(store, PREFIX, tmp_path / "next")
-    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == TransferStats(1, 6, 0)
-    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == TransferStats(0, 0, 1)
-    assert (tmp_path / "next/checkpoints/state.pt").read_bytes() == b"step 2"
-    assert download_dir(store, "jobs/nobody", tmp_path / "none", unfinished=True) == TransferStats(0, 0, 0)
+    for expected in ({"checkpoints/state.pt"}, set[str]()):
+        assert moved(store, "download",
+                     lambda: download_dir(store, PREFIX, tmp_path / "next", unfinished=True)) == expected
+    assert (tmp_path / "next/checkpoints/state.pt").read_bytes() == b"step 1"
+    download_dir(store, "jobs/nobody", tmp_path / "none", unfinished=True)
+    assert names(tmp_path / "none") == set()
 
 
 def test_a_manifest_that_names_a_path_outside_is_refused(store: ArtifactStore, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from eyrie_api.figures.training_curves import CHARTS, LATEST, RUNG, curves_of, t
 from eyrie_api.http.console.pages import HERE
 from eyrie_api.planning.resolve import derive
 from tests.api.conftest import Running
-from tests.api.samples import NOW, job_spec
+from tests.api.samples import NOW, job_spec, record_metrics
 
 NAMES = ["training-loss", "training-acceptance", "training-accuracy", "training-speedup", "training-learning-rate",
          "training-gradient-norm", "training-speed"]
@@ -106,9 +106,9 @@ def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(ser
     job = jobs.submit(derive(job_spec()))
     for key in ("a", "b"):
         for one in training(key):
-            jobs.record_metrics(job.id, "train", key, [
+            record_metrics(jobs, job.id, "train", key, [
                 Metric(one.name, point.step, point.value / 3, NOW) for point in one.points])
-    jobs.record_metrics(job.id, "train", "a", [Metric("loss", step, 7 / step, NOW) for step in range(1, 3001)])
+    record_metrics(jobs, job.id, "train", "a", [Metric("loss", step, 7 / step, NOW) for step in range(1, 3001)])
     found = server.client.curves(job.id)
     files = figures_of_job(server.client, job.id)
     assert [one.name for one in files] == NAMES

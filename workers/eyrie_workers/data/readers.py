@@ -169,10 +169,8 @@ def _client_of(options: StoreOptions) -> Any:
 
 
 def read_conversations(source: DataSource, rules: ReadRules | None = None) -> Iterator[Conversation | QuarantinedRow]:
-    """Conversations and unreadable rows of one source, in order.
-
-    Raises InvalidInput when the source cannot be opened or its rules forbid it, Transient when the Hub is unreachable.
-    """
+    """Conversations and unreadable rows of one source, in order. Raises InvalidInput when the source cannot be opened
+    or its rules forbid it, Transient when the Hub is unreachable."""
     layout: str | None = None if source.format == "auto" else source.format
     for line, (where, value) in enumerate(islice(_rows(source, rules), source.max_rows), start=1):
         layout = layout or detect_layout(value)

@@ -74,8 +74,6 @@ class SelectedRow(Frozen):
 
 
 class RowSampling(Frozen):
-    """The sampling parameters of one answer."""
-
     temperature: float
     top_p: float
     top_k: int
@@ -126,8 +124,6 @@ class AnsweredRow(Frozen):
 
 
 class RowsMeta(Frozen):
-    """What the rows of a directory have in common."""
-
     format_version: Literal[1] = 1
     target_digest: Digest
     answers_digest: Digest
@@ -378,8 +374,6 @@ class LedgerParts:
 
 
 class StoredRowLedger(RowLedger):
-    """`RowLedger` whose lines are in `LedgerParts`."""
-
     def __init__(self, path: Path, parts: LedgerParts) -> None:
         """Read the parts. Raises ArtifactCorrupt when a line cannot be read."""
         self._stored = parts

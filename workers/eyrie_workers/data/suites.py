@@ -99,10 +99,8 @@ def _checked(rows: Iterable[tuple[str, Any]], source: str) -> Iterator[Located]:
 
 
 def row_messages(row: Row, location: str) -> list[Message]:
-    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages.
-
-    Raises InvalidInput naming the location for a row without a prompt.
-    """
+    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages. Raises InvalidInput
+    naming the location for a row without a prompt."""
     messages = row.get("messages")
     if messages is None and has_turns(row.get("question")):
         messages = [message for turn in row["question"] for message in turn]
@@ -176,8 +174,6 @@ _ID_FIELDS = ("id", "task_id", "question_id", "prompt_id")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered."""
-
     id: str
     suite: str
     messages: tuple[Message, ...]
@@ -194,15 +190,14 @@ class Prompt:
 
 def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0,
                rules: ReadRules | None = None) -> list[Prompt]:
-    """Every prompt of a suite, duplicates removed, ordered as the module's docstring says.
-
-    Raises InvalidInput naming file and line for a row without a prompt, ArtifactMissing for a missing file,
-    NoUsableData for a suite without rows.
-    """
+    """Every prompt of a suite, duplicates removed, ordered as the module's docstring says. Raises InvalidInput naming
+    file and line for a row without a prompt, ArtifactMissing for a missing file, NoUsableData for a suite without
+    rows."""
     prompts: dict[str, Prompt] = {}
     for location, row in _rows(spec, held_out_file, rules):
         prompt = _prompt(row, spec.name, location)
-        prompts.setdefault(_fingerprint(prompt), prompt)
+        content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
+        prompts.setdefault(hashlib.sha256(content.encode()).hexdigest(), prompt)
     if not prompts:
         raise NoUsableData(f"suite {spec.name!r}: {spec.path} has no rows", "give a file with prompts, or drop it")
     digests = list(prompts)
@@ -290,8 +285,3 @@ def _prompt(row: Row, suite: str, location: str) -> Prompt:
         raise InvalidInput(f"{location}: nothing is asked before the assistant's turn", "add a user message")
     prompt_id = next((str(row[name]) for name in _ID_FIELDS if row.get(name) is not None), "")
     return Prompt(prompt_id, suite, tuple(messages), tuple(row_tools(row, location)), further)
-
-
-def _fingerprint(prompt: Prompt) -> str:
-    content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()

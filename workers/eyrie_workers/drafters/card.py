@@ -135,10 +135,8 @@ def weights_digest(directory: Path) -> str:
 
 
 def with_results(directory: Path, out: Path, results: dict[str, JsonValue]) -> Path:
-    """A copy of the checkpoint at `out`, replacing an existing directory, with `results` added to its card.
-
-    Raises InvalidInput for a checkpoint without a card.
-    """
+    """A copy of the checkpoint at `out`, replacing an existing directory, with `results` added to its card. Raises
+    InvalidInput for a checkpoint without a card."""
     card = read_card(directory)
     if card is None:
         raise InvalidInput(f"{directory} has no {CARD}", "export the drafter again")

@@ -31,7 +31,6 @@ class CheckpointInvalid(Permanent):
     """A drafter checkpoint that an engine would load wrongly, or refuse."""
 
     exit_code = 65
-    reason = "CheckpointInvalid"
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
@@ -94,9 +93,7 @@ def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by their names in the file, on the default device (`targets.device.device_scope`).
-
-    Raises ArtifactMissing or CheckpointInvalid.
-    """
+    Raises ArtifactMissing or CheckpointInvalid."""
     path = directory / WEIGHTS
     if not path.is_file():
         raise ArtifactMissing(f"no drafter in {directory}: {WEIGHTS} is missing",

@@ -44,10 +44,8 @@ SPECULATORS_VERSION = "0.9.0"
 
 
 def to_speculators(directory: Path, out: Path, *, target: str | None = None, num_steps: int = 5) -> None:
-    """Write the drafter in `directory` to `out` in speculators format, replacing an existing directory.
-
-    Raises InvalidInput for a drafter with errors, or when neither `target` nor a card names the target.
-    """
+    """Write the drafter in `directory` to `out` in speculators format, replacing an existing directory. Raises
+    InvalidInput for a drafter with errors, or when neither `target` nor a card names the target."""
     faults = [finding for finding in check_directory(directory) if finding.severity == "error"]
     if faults:
         raise InvalidInput(f"{directory} has errors: {faults[0].what}", faults[0].hint)

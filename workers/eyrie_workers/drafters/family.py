@@ -125,11 +125,9 @@ def layers_of(families: Iterable[str], fused: Layers, num_layers: int) -> Layers
 
 
 def open_drafter(directory: Path, target: TargetModel) -> Drafter:
-    """Load the drafter in `directory` for decoding with `target`.
-
-    Raises ArtifactMissing when files are missing, CheckpointInvalid when it is damaged, of no known family or trained
-    for another target, UnsupportedTarget for the target's own MTP layers.
-    """
+    """Load the drafter in `directory` for decoding with `target`. Raises ArtifactMissing when files are missing,
+    CheckpointInvalid when it is damaged, of no known family or trained for another target, UnsupportedTarget for the
+    target's own MTP layers."""
     config = read_config(directory)
     if holds_mtp_layers(config):
         raise UnsupportedTarget(f"{directory} holds MTP layers of the target, which Eyrie does not compute",
@@ -144,10 +142,8 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
 
 
 def open_method(method: str, directory: Path | None, target: TargetModel) -> Drafter | None:
-    """The drafter of a `Setting.method`: the one in `directory`, an untrained one, or None for `off`.
-
-    Raises InvalidInput for an unknown method or a missing directory, and what `open_drafter` raises.
-    """
+    """The drafter of a `Setting.method`: the one in `directory`, an untrained one, or None for `off`. Raises
+    InvalidInput for an unknown method or a missing directory, and what `open_drafter` raises."""
     if method == "off":
         return None
     if method in UNTRAINED:

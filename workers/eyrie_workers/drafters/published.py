@@ -38,11 +38,9 @@ from eyrie_workers.targets.loading import CheckpointTensors, fetch_snapshot
 
 
 def copy_mtp_layers(target: Path, out: Path) -> None:
-    """Write the MTP layers of the target in `target` to `out`, replacing an existing directory.
-
-    Raises UnsupportedTarget when it has none or SGLang does not draft with them, ArtifactCorrupt for weights that
-    cannot be read.
-    """
+    """Write the MTP layers of the target in `target` to `out`, replacing an existing directory. Raises
+    UnsupportedTarget when it has none or SGLang does not draft with them, ArtifactCorrupt for weights that cannot be
+    read."""
     config, stored = read_json(target / "config.json"), CheckpointTensors(target, None, CPU, stored=True)
     tensors = {name: stored[name] for name in mtp_tensors(stored, config)}
     write_checkpoint(out, dict(config) | {"eyrie": {"drafter": MARK}}, tensors)
@@ -64,11 +62,9 @@ def fetch(field: str, path: str, revision: str | None = None) -> Path:
 
 
 def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
-    """Write the drafter in `source` to `out` as a checkpoint, replacing an existing one; returns its family.
-
-    Raises CheckpointInvalid for a drafter that does not fit `target` or whose form no family reads, with all faults;
-    ArtifactMissing and ArtifactCorrupt for files that cannot be read.
-    """
+    """Write the drafter in `source` to `out` as a checkpoint, replacing an existing one; returns its family. Raises
+    CheckpointInvalid for a drafter that does not fit `target` or whose form no family reads, with all faults;
+    ArtifactMissing and ArtifactCorrupt for files that cannot be read."""
     described = read_target(target)
     try:
         convert_directory(source, out, described.architecture, described.num_layers)
@@ -102,11 +98,9 @@ class Head:
 
 
 def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> Head:
-    """The drafter of `spec.init_from`, for the target in directory `target`.
-
-    Raises InvalidInput for a drafter of another family, or of other values than the spec sets, naming both; and what
-    `published.fetch` and `published.adopt` raise.
-    """
+    """The drafter of `spec.init_from`, for the target in directory `target`. Raises InvalidInput for a drafter of
+    another family, or of other values than the spec sets, naming both; and what `published.fetch` and `published.adopt`
+    raise."""
     assert spec.head is not None
     if family.load is None:
         raise InvalidInput(f"{INIT_FROM} is set, and training of {family.name} drafters cannot continue from a "

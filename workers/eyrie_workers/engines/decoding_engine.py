@@ -127,8 +127,6 @@ def check_temperatures(engine: DecodingEngine, settings: Sequence[Setting], temp
 
 
 class EmbeddedEngine:
-    """Implements `DecodingEngine`."""
-
     same_samples = True
     num_resident = None
     restarts = 0

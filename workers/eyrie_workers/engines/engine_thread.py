@@ -125,9 +125,7 @@ Listener = Callable[[StepOutput | EyrieError], None]
 class EngineCrashed(EyrieError):
     """The engine raised an unexpected exception."""
 
-    http_status = 500
     exit_code = 70
-    reason = "EngineCrashed"
 
 
 @dataclass
@@ -143,8 +141,6 @@ class _QueuedRequest:
 
 
 class EngineThread:
-    """Runs an engine in its own thread."""
-
     def __init__(self, load: Callable[[], LoadedEngine], metrics: EngineMetrics, *, max_waiting: int = 256) -> None:
         self._load = load
         self._metrics = metrics

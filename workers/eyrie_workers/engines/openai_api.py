@@ -46,14 +46,11 @@ class InvalidRequest(InvalidInput):
 class ContextTooLong(InvalidRequest):
     """Prompt and response together exceed the target's context length."""
 
-    reason = "ContextTooLong"
-
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
 
     http_status = 404
-    reason = "UnknownModel"
 
 
 class BodyTooLarge(InvalidRequest):
@@ -67,14 +64,12 @@ class Overloaded(EyrieError):
     """The queue of waiting requests is full."""
 
     http_status = 429
-    reason = "Overloaded"
 
 
 class NotReady(EyrieError):
     """The target is still loading, or the server is shutting down."""
 
     http_status = 503
-    reason = "NotReady"
 
 
 class _Closed(BaseModel):

@@ -80,7 +80,6 @@ class EngineFailed(EyrieError):
 
     http_status = 502
     exit_code = 70
-    reason = "EngineFailed"
 
 
 class ServerProcess(ABC):

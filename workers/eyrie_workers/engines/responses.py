@@ -248,8 +248,6 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
 
 @dataclass
 class ResponseBuilder:
-    """One response while its tokens arrive."""
-
     generation: DecodingRequest
     metadata: ResponseMetadata
     decode: Callable[[list[int]], str]

@@ -41,6 +41,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from eyrie_api import client_left
 from eyrie_api.artifacts import code_version, write_atomically
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.rules import rule_of
@@ -260,18 +261,8 @@ async def _respond(service: Service, request: Request,
         return StreamingResponse(_server_sent_events(active), media_type="text/event-stream",
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     # Starlette cancels a StreamingResponse when the client disconnects, but not a handler that still computes its
-    # response. So the two are raced, and the generation is cancelled when the disconnect comes first.
-    generation = asyncio.ensure_future(active.response())
-    disconnect = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({generation, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if generation.done():
-            return JSONResponse(generation.result())
-        return Response(status_code=499)  # not delivered; nginx's status for a client that closed the connection
-    finally:
-        for task in (generation, disconnect):
-            task.cancel()
-        await asyncio.gather(generation, disconnect, return_exceptions=True)
+    # response.
+    return JSONResponse(await client_left.unless_left(request.receive, active.response()))
 
 
 async def _server_sent_events(active: ActiveRequest) -> AsyncIterator[str]:
@@ -281,11 +272,6 @@ async def _server_sent_events(active: ActiveRequest) -> AsyncIterator[str]:
     except EyrieError as error:  # the status line has been sent: report the error as an event
         yield f"data: {json.dumps(error_body(error))}\n\n"
     yield "data: [DONE]\n\n"
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,6 @@ class StoreFormat(Frozen):
 
 
 class Section(NamedTuple):
-    """One tensor of a block."""
-
     name: str
     dtype: torch.dtype
     shape: Shape
@@ -219,8 +217,6 @@ def supervised_positions(loss_mask_T: Tensor) -> Tensor:
 
 
 class ShardRecord(Frozen):
-    """What a shard holds."""
-
     name: str = Field(pattern=r"^shard-\d{5,}\.states$")
     row_ids: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...]

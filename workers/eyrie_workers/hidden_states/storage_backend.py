@@ -33,8 +33,6 @@ _END_BYTES = 256 * 1024  # the record of a shard of 256 MiB is smaller, so that 
 
 
 class StorageBackend(Protocol):
-    """The files of one store."""
-
     @property
     def name(self) -> str:
         """Name of the store in messages."""

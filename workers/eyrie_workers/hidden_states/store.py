@@ -92,8 +92,6 @@ class Buffers:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block to read."""
-
     shard: int
     row: int  # index in the shard
     block: Block

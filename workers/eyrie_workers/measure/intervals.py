@@ -159,8 +159,6 @@ _WIDEST = math.log(1000.0)  # half a width in logarithms: too few observations s
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """Tokens and seconds of one variant on one block."""
-
     tokens: int
     seconds: float
     rates: Mapping[tuple[str, str], float]

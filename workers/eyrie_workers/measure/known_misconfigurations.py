@@ -35,8 +35,6 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Misconfiguration:
-    """One misconfiguration, and a drafter that has it."""
-
     cause: str  # completes "the engine ..."
     hint: str
     drafter: Drafter

@@ -48,8 +48,6 @@ WHOLE_LAST_ROUND: dict[EngineKind, bool] = {"sglang": True, "embedded": False}
 
 
 class Served(Frozen):
-    """One answer."""
-
     token_ids: tuple[int, ...]
     histogram: tuple[int, ...]
     """[k]: rounds in which k draft tokens were accepted; empty without a drafter."""
@@ -67,7 +65,6 @@ def first_difference(first: Sequence[int] | str, second: Sequence[int] | str) ->
 
 
 def is_same(one: Served, two: Served) -> bool:
-    """Whether two answers are equal for a client."""
     return one.token_ids == two.token_ids and (None in (one.text, two.text) or one.text == two.text)
 
 

@@ -116,7 +116,11 @@ def _shaped(shape: Shape, turn: int, prompt_ids: tuple[int, ...], alone: Served,
         return LoadRequest(shape, turn, (*prompt_ids, *ids[:half]), max_new_tokens - half,
                            Served(token_ids=ids[half:], histogram=()))
     if shape == "called" and tools:
-        return LoadRequest(shape, turn, prompt_ids, max_new_tokens, json_schema=json.dumps(_calls_of(tools)))
+        names = [tool.get("function", tool)["name"] for tool in tools]
+        call = {"type": "object", "properties": {"name": {"enum": names}, "parameters": {"type": "object"}},
+                "required": ["name", "parameters"]}
+        return LoadRequest(shape, turn, prompt_ids, max_new_tokens,
+                           json_schema=json.dumps({"type": "array", "minItems": 1, "items": call}))
     if shape in ("formatted", "called"):
         return LoadRequest("formatted", turn, prompt_ids, max_new_tokens, json_schema=json.dumps(_FORMAT))
     if shape == "stopped" and (stop := _stop_string(text := decode(ids) if alone.text is None else alone.text)):
@@ -124,14 +128,6 @@ def _shaped(shape: Shape, turn: int, prompt_ids: tuple[int, ...], alone: Served,
         return LoadRequest(shape, turn, prompt_ids, max_new_tokens, stop=stop, expected=Served(
             token_ids=ids[:length], histogram=(), text=text[:text.index(stop)]))
     return LoadRequest("streamed" if shape == "streamed" else "plain", turn, prompt_ids, max_new_tokens, alone)
-
-
-def _calls_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema of a list of calls of these tools."""
-    names = [tool.get("function", tool)["name"] for tool in tools]
-    call = {"type": "object", "properties": {"name": {"enum": names}, "parameters": {"type": "object"}},
-            "required": ["name", "parameters"]}
-    return {"type": "array", "minItems": 1, "items": call}
 
 
 def _stop_string(text: str) -> str:

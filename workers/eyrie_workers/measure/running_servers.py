@@ -394,27 +394,19 @@ def answer_rows(connection: Connection, server: RunningServer, prompt_ids: Seque
                 place: int) -> list[Row]:
     """Of an answer from the token at `place` on, in one prefill by SGLang or vLLM."""
     ids, num_rows = [*prompt_ids, *answer_ids], len(answer_ids) - place
+    rows: list[Row]
     if server.engine == "sglang":
-        rows = sglang_rows(connection.post("/generate", {
+        about = connection.post("/generate", {
             "input_ids": ids, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True,
-            "top_logprobs_num": _TOP, "logprob_start_len": len(ids) - num_rows - 1}))
+            "top_logprobs_num": _TOP, "logprob_start_len": len(ids) - num_rows - 1})["meta_info"]
+        rows = [{int(token): float(logprob) for logprob, token, *_ in (*(top or ()), own) if logprob is not None}
+                for own, top in zip(about["input_token_logprobs"], about["input_top_logprobs"], strict=True)]
     else:
-        rows = vllm_rows(connection.post("/v1/completions", {
-            "model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": _TOP}))
-    return rows[-num_rows:]
-
-
-def sglang_rows(answer: Mapping[str, Any]) -> list[Row]:
-    """Of `/generate`; the first position has none."""
-    about = answer["meta_info"]
-    return [{int(token): float(logprob) for logprob, token, *_ in (*(top or ()), own) if logprob is not None}
-            for own, top in zip(about["input_token_logprobs"], about["input_top_logprobs"], strict=True)]
-
-
-def vllm_rows(answer: Mapping[str, Any]) -> list[Row]:
-    """Of `/v1/completions`; the first position has none."""
-    return [{int(token): float(entry["logprob"]) for token, entry in (position or {}).items()}
-            for position in answer["choices"][0]["prompt_logprobs"]]
+        answer = connection.post("/v1/completions", {
+            "model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": _TOP})
+        rows = [{int(token): float(entry["logprob"]) for token, entry in (position or {}).items()}
+                for position in answer["choices"][0]["prompt_logprobs"]]
+    return rows[-num_rows:]  # the first position of a text has none
 
 
 def is_near_tie(rows: Sequence[Row], expected: int, drafted: Sequence[int], dtype: str) -> bool:

@@ -75,8 +75,6 @@ GenerationOutcome = GeneratedAnswer | GenerationFailure
 
 
 class GenerationClient(Protocol):
-    """Generates answers to prompts."""
-
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """Outcomes in the order they finish, each prompt exactly once.
 

@@ -96,8 +96,6 @@ class PendingBatch(Frozen):
 
 @dataclass
 class BatchClient:
-    """`GenerationClient` over the Batch API."""
-
     endpoint: GenerationEndpoint
     tokenizer: AnswerRetokenizer
     state_file: Path  # `batch.json`

@@ -135,8 +135,6 @@ TEMPLATE = "the chat template refuses the answer"
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """One turn of one conversation, ready to be sent."""
-
     row: SelectedRow
     turn: int
     prompt: GenerationRequest

@@ -142,10 +142,8 @@ class Rules:
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
            progress: Callable[[int], None]) -> SelectionSummary:
-    """Read the sources and write the selection into `directory`, unless it exists already.
-
-    Raises InvalidInput when a source cannot be opened, NoChatTemplate when the target has no chat template.
-    """
+    """Read the sources and write the selection into `directory`, unless it exists already. Raises InvalidInput when a
+    source cannot be opened, NoChatTemplate when the target has no chat template."""
     try:
         return SelectionSummary.model_validate_json((directory / SUMMARY).read_bytes())
     except (FileNotFoundError, ValidationError):

@@ -53,8 +53,6 @@ for the drafter and only logs it."""
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All settings of one SGLang server."""
-
     target: TargetCheckpoint
     machine: SglangHardware
     served_model_name: str

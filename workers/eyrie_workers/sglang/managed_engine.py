@@ -61,8 +61,6 @@ def request_body(request: Request, context_length: int) -> dict[str, Any]:
 
 @dataclass
 class _Stream:
-    """One request while it is answered."""
-
     request: Request
     sent_at: float = 0.0
     first_at: float = 0.0
@@ -158,8 +156,6 @@ def _take(stream: _Stream, line: bytes) -> None:
 
 
 class SglangEngine:
-    """Implements `DecodingEngine`."""
-
     same_samples = False
 
     def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage,

@@ -348,10 +348,8 @@ class ServerPool:
                 self.recover(name, error)
 
     def has_ended(self, name: str, within_s: float = _REAPED_S) -> bool:
-        """Whether the server of a variant has ended; it is discarded, and another starts when it is next used.
-
-        Raises EngineFailed when it has ended too often.
-        """
+        """Whether the server of a variant has ended; it is discarded, and another starts when it is next used. Raises
+        EngineFailed when it has ended too often."""
         managed = self._servers.get(name)
         if managed is None:
             return False
@@ -372,10 +370,8 @@ class ServerPool:
         return False
 
     def recover(self, name: str, error: EyrieError) -> None:
-        """Replace the server of a variant after `error` if its process has ended.
-
-        Raises `error` when the process runs, EngineFailed when it has ended too often.
-        """
+        """Replace the server of a variant after `error` if its process has ended. Raises `error` when the process runs,
+        EngineFailed when it has ended too often."""
         if not self.has_ended(name):
             raise error
 

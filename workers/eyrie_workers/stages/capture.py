@@ -322,8 +322,6 @@ class _Capture:
 
 @dataclass
 class _Work:
-    """What was computed, and what was copied."""
-
     tokens: int = 0
     rows_reused: int = 0
     bytes_reused: int = 0
@@ -332,11 +330,9 @@ class _Work:
 
 
 def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
-    """Record the target's hidden states over its own answers (see the module's docstring).
-
-    Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when no row remains,
-    LayersDisagree when the states differ from those of `transformers`.
-    """
+    """Record the target's hidden states over its own answers (see the module's docstring). Raises ArtifactMissing
+    without rows, Conflict for rows of another target, NoUsableData when no row remains, LayersDisagree when the states
+    differ from those of `transformers`."""
     started = time.monotonic()
     if dist.size > 1:
         torch.set_num_threads(threads_of_process(cpu_count(), os.environ))

@@ -83,8 +83,6 @@ _MAX_INITIAL_FAILURES = 20
 
 @dataclass
 class RowTally:
-    """Totals over the finished rows."""
-
     finish_reasons: Counter[str] = field(default_factory=Counter)
     outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     prompt_lengths: Counter[int] = field(default_factory=Counter)
@@ -150,11 +148,9 @@ def lengths(counted: Counter[int]) -> Lengths:
 
 
 def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
-    """Let the target answer conversations again (see the module's docstring).
-
-    Raises InvalidInput for data that cannot be opened, NoUsableData when no row remains, Transient when an endpoint
-    stays unavailable, Permanent when it refuses every request.
-    """
+    """Let the target answer conversations again (see the module's docstring). Raises InvalidInput for data that cannot
+    be opened, NoUsableData when no row remains, Transient when an endpoint stays unavailable, Permanent when it refuses
+    every request."""
     started = time.monotonic()
     path = resolve(spec.target)
     tokenizer, digest = ChatTokenizer(path), target_digest(path)

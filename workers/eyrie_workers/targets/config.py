@@ -323,10 +323,8 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
                       override: Sequence[int] | None = None) -> FusedLayers:
-    """Choose aux layers for a target of `num_layers` whose attention types are `layer_types` (None: all full).
-
-    Raises InvalidInput when an override is empty, out of 0..num_layers, repeated or not ascending.
-    """
+    """Choose aux layers for a target of `num_layers` whose attention types are `layer_types` (None: all full). Raises
+    InvalidInput when an override is empty, out of 0..num_layers, repeated or not ascending."""
     if override is not None:
         hint = f"give distinct ascending indices between 0 (embeddings) and {num_layers} (after the final norm)"
         if not override:

@@ -39,10 +39,8 @@ CPU = torch.device("cpu")
 
 
 def default_device() -> torch.device:
-    """The device of this process, made the current one. Every program that computes calls this before it does.
-
-    Raises InvalidInput where the device that was asked for, or the GPUs that are there, cannot be used.
-    """
+    """The device of this process, made the current one. Every program that computes calls this before it does. Raises
+    InvalidInput where the device that was asked for, or the GPUs that are there, cannot be used."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = choose_device(os.environ, num_gpus)
     if device.type == "cuda":
@@ -67,10 +65,8 @@ def _report_versions() -> None:
 
 
 def choose_device(environment: Mapping[str, str], num_gpus: int) -> torch.device:
-    """EYRIE_DEVICE, else the GPU of LOCAL_RANK (default 0), else the CPU. Pure.
-
-    Raises InvalidInput when EYRIE_DEVICE is not a device of this machine, and when there are more processes than GPUs.
-    """
+    """EYRIE_DEVICE, else the GPU of LOCAL_RANK (default 0), else the CPU. Pure. Raises InvalidInput when EYRIE_DEVICE
+    is not a device of this machine, and when there are more processes than GPUs."""
     asked = environment.get("EYRIE_DEVICE")
     rank, num_processes = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     if asked is None and num_gpus == 0:

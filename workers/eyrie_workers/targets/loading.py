@@ -105,11 +105,9 @@ def fetch_snapshot(field: str, name: str, revision: str | None) -> Path:
 
 
 def load_target(path: Path, dtype: str = "float32", device: torch.device | None = None) -> TargetModel:
-    """The model in directory `path`, its weights in `dtype` on `device`; default: `default_device()`.
-
-    Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
-    that are missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read.
-    """
+    """The model in directory `path`, its weights in `dtype` on `device`; default: `default_device()`. Raises
+    TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights that are
+    missing, truncated or of the wrong shape, MemoryTooSmall before any weight is read."""
     device = device or default_device()
     with reading(path):
         config = parse_config(*read_config_files(path))

@@ -90,12 +90,10 @@ class _HubFile:
 
 
 def fill(cache: Path, target: JobTarget, report: Report, pauses_s: tuple[float, ...] = PAUSES_S) -> Path:
-    """The directory of a target of the Hub in the cache, filled if it is not whole.
-
-    Raises TargetNotFound where the Hub has no such model or does not show it without a token, DiskTooSmall where the
-    volume is smaller than the model, ArtifactCorrupt where downloads keep differing from the Hub's digests,
-    InvalidInput where the cache cannot be written, Transient where the Hub stays unreachable.
-    """
+    """The directory of a target of the Hub in the cache, filled if it is not whole. Raises TargetNotFound where the Hub
+    has no such model or does not show it without a token, DiskTooSmall where the volume is smaller than the model,
+    ArtifactCorrupt where downloads keep differing from the Hub's digests, InvalidInput where the cache cannot be
+    written, Transient where the Hub stays unreachable."""
     name = f"{target.model} (revision {target.revision or model_cache.DEFAULT_REVISION})"
     snapshot = _whole(cache, target)
     if snapshot is None:

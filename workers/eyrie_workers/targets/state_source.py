@@ -285,8 +285,6 @@ def is_spread(needed: int, own: int | None, free: Sequence[int]) -> bool:
 class LayersDisagree(Permanent):
     """Our forward pass does not compute what `transformers` does."""
 
-    reason = "LayersDisagree"
-
 
 @dataclass(frozen=True)
 class LayerAgreement:

@@ -84,13 +84,9 @@ _PLACE = re.compile(r"(?:\ue000|\\ue000)([0-9]+)(?:\ue001|\\ue001)")
 
 
 class ChatTokenizer:
-    """The target's tokenizer and chat template."""
-
     def __init__(self, path: Path) -> None:
         """Read from model directory `path`. A missing template is reported by `render`, not here: completions work.
-
-        Raises UnsupportedTarget without a readable `tokenizer.json`, NoChatTemplate for a template that is no Jinja.
-        """
+        Raises UnsupportedTarget without a readable `tokenizer.json`, NoChatTemplate for a template that is no Jinja."""
         self.path = path
         with reading(path):
             self._read(path)

@@ -225,7 +225,6 @@ class Schedule:
 
     @cached_property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return min(self.num_steps_of_epochs, self.max_steps or self.num_steps_of_epochs)
 
     def at(self, step: int) -> StepPlan:
@@ -298,10 +297,8 @@ class Features(Protocol):
 
 
 def open_features(where: str, target: TargetSpec) -> Features:
-    """What capture left in a directory or below `s3://bucket/prefix`.
-
-    Raises ArtifactMissing, StoreDamaged, and InvalidInput for a device of the target that does not exist.
-    """
+    """What capture left in a directory or below `s3://bucket/prefix`. Raises ArtifactMissing, StoreDamaged, and
+    InvalidInput for a device of the target that does not exist."""
     place = open_backend(where)
     plan = read_plan(place)
     if plan is None:

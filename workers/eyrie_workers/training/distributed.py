@@ -57,10 +57,8 @@ class DistContext:
 
     @staticmethod
     def from_environment() -> "DistContext":
-        """The process group that torchrun describes in the environment; a single process without one.
-
-        Raises InvalidInput, on every process of a machine alike, where its GPUs cannot be used (`targets.device`).
-        """
+        """The process group that torchrun describes in the environment; a single process without one. Raises
+        InvalidInput, on every process of a machine alike, where its GPUs cannot be used (`targets.device`)."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return DistContext()
         if not dist.is_initialized():

@@ -146,10 +146,8 @@ class StateWriter:
 
 
 def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, dict[str, Any], Moments] | None:
-    """Load saved parameters into `drafter`; returns counters, notes and moments, or None when there is no file.
-
-    Raises Conflict when the state belongs to other settings, ArtifactCorrupt when it cannot be read or does not fit.
-    """
+    """Load saved parameters into `drafter`; returns counters, notes and moments, or None when there is no file. Raises
+    Conflict when the state belongs to other settings, ArtifactCorrupt when it cannot be read or does not fit."""
     if not path.is_file():
         return None
     try:

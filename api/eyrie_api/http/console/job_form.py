@@ -84,8 +84,6 @@ class FormSection:
 
 @dataclass(frozen=True)
 class JobForm:
-    """All fields of a job."""
-
     usual: tuple[FormField, ...]
     sections: tuple[FormSection, ...]
 

@@ -152,7 +152,6 @@ class StageFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
         return sum(file.size_bytes for file in self.files)
 
 

@@ -80,10 +80,8 @@ def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
-    """The `config.json` of a drafter for a target; without one, with the layer ids of most architectures.
-
-    Raises InvalidInput when SGLang cannot capture these layers for this target.
-    """
+    """The `config.json` of a drafter for a target; without one, with the layer ids of most architectures. Raises
+    InvalidInput when SGLang cannot capture these layers for this target."""
     eos = list(config.eos_token_ids)
     ids = [layer - 1 for layer in config.aux_layers] if target is None else list(
         sglang_layer_ids(target.architecture, target.num_layers, config.aux_layers))

@@ -110,10 +110,8 @@ class Session:
 
 
 def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
-    """All usable prompts of every suite. Cheap; called before waiting for the machine lock or loading a model.
-
-    Raises InvalidInput for a suite that cannot be read, or of which no prompt fits the target.
-    """
+    """All usable prompts of every suite. Cheap; called before waiting for the machine lock or loading a model. Raises
+    InvalidInput for a suite that cannot be read, or of which no prompt fits the target."""
     held_out = Path(spec.held_out_file) if spec.held_out_file else None
     suites = {suite.name: load_suite(suite, held_out, spec.benchmark.seed, spec.reads)
               for suite in spec.benchmark.suites}
@@ -122,10 +120,8 @@ def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> 
 
 
 def prompts_that_fit(suites: Suites, tokenizer: ChatTokenizer, context: int, stage: Stage) -> Suites:
-    """The prompts that leave room for an answer in the target's context; an event reports those left out.
-
-    Raises InvalidInput when nothing of a suite is left.
-    """
+    """The prompts that leave room for an answer in the target's context; an event reports those left out. Raises
+    InvalidInput when nothing of a suite is left."""
     kept: Suites = {}
     for name, prompts in suites.items():
         lengths = [len(tokenizer.render(list(prompt.messages), list(prompt.tools) or None)) for prompt in prompts]

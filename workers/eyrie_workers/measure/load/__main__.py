@@ -112,10 +112,8 @@ def read_spec(arguments: argparse.Namespace) -> LoadSpec:
 
 
 def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
-    """The endpoints, with keys from the environment and models as the servers list them.
-
-    Raises InvalidInput or EndpointUnusable.
-    """
+    """The endpoints, with keys from the environment and models as the servers list them. Raises InvalidInput or
+    EndpointUnusable."""
     urls = dict(_pair(variant, "--variant") for variant in arguments.variant)
     if len(urls) < len(arguments.variant):
         raise InvalidInput("two --variant have the same name", "give each server its own name")
@@ -195,7 +193,6 @@ def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> d
 
 
 def load_view(report: LoadReport) -> RenderableType:
-    """The tables, the findings and the notes of a report."""
     parts: list[RenderableType] = []
     modes: tuple[Mode, ...] = ("closed", "open")
     for mode in modes:
@@ -211,7 +208,6 @@ def load_view(report: LoadReport) -> RenderableType:
 
 
 def levels_table(report: LoadReport, mode: Mode) -> Table:
-    """One line per level and variant."""
     columns = [_UNITS[mode], "VARIANT", "ANSWERED", "TOKENS/S\nall", "TOKENS/S\none user", "FIRST TOKEN\np50 / p99 ms",
                "BETWEEN TOKENS\np50 / p99 ms", "WHOLE ANSWER\np50 / p99 s", "TAU"]
     if report.spec.slo is not None:
@@ -256,7 +252,6 @@ def _verdict(comparison: LoadComparison) -> Text:
 
 
 def findings(report: LoadReport) -> list[str]:
-    """The result in sentences."""
     lines = [f"{name}: {description}" for name, description in report.variants.items()]
     closed = [comparison for comparison in report.comparisons if comparison.mode == "closed"]
     if closed:

@@ -57,7 +57,6 @@ class EndpointUnusable(EyrieError):
 
     http_status = 502
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "EndpointUnusable"
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ class Dialect:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A prompt at its position in the schedule."""
-
     prompt: Prompt
     repeat: int
     index: int
@@ -140,8 +137,6 @@ class RawResponse:
 
 
 class LoadClient:
-    """The client of one endpoint: its connections and its dialect."""
-
     def __init__(self, variant: LoadEndpoint, spec: LoadSpec) -> None:
         self.variant = variant
         self.origin = parse_url(variant.url)

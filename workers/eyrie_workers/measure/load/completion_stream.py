@@ -70,9 +70,7 @@ class StreamedCompletion:
 
 def server_sent_events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
     """Server-sent events with the time at which each was complete. Comments and fields other than `data` are skipped.
-
-    Raises RequestFailed for bytes that are not UTF-8 or an incomplete event.
-    """
+    Raises RequestFailed for bytes that are not UTF-8 or an incomplete event."""
     rest = b""
     data: list[bytes] = []
     for at, data_chunk in chunks:

@@ -37,8 +37,6 @@ PromptKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class LevelResults:
-    """The results of all blocks of one variant at one level."""
-
     variant: str
     level: RequestLevel
     results: tuple[RequestResult, ...]
@@ -102,7 +100,6 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
 
 
 def level_report(level: LevelResults, spec: LoadSpec) -> LoadLevel:
-    """The report of one variant at one level, with its categories."""
     categories = dict.fromkeys(result.category for result in level.results)
     # An engine that does not draft may report rounds too, all without accepted tokens, and a single response of one
     # that drafts may have none accepted: all responses are considered.
@@ -213,7 +210,6 @@ def load_standing(policy: PromotionPolicy, ratios: PairedRatios, candidate: Leve
 
 
 def _by_block(level: LevelResults) -> dict[int, dict[int, RequestResult]]:
-    """Completed requests by repeat and index."""
     found: dict[int, dict[int, RequestResult]] = {}
     for result in level.results:
         if result.failure is None:

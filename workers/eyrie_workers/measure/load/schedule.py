@@ -43,8 +43,6 @@ class RequestLevel:
 
 @dataclass(frozen=True)
 class RequestBlock:
-    """One variant at one level, in one repeat."""
-
     level: RequestLevel
     repeat: int
     variant: str
@@ -59,7 +57,6 @@ def levels(spec: LoadSpec) -> list[RequestLevel]:
 
 
 def num_requests(spec: LoadSpec, level: RequestLevel) -> int:
-    """Requests of one block."""
     return max(spec.requests, fewest_requests(level.users)) if level.mode == "closed" else spec.requests
 
 

@@ -68,10 +68,8 @@ def anchors(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def round_seconds(run: BlockRun, prefill_s: float) -> float:
-    """Mean seconds of one round of all rows in a block: its seconds without the prefills of its requests.
-
-    Raises ValueError for a block without a round.
-    """
+    """Mean seconds of one round of all rows in a block: its seconds without the prefills of its requests. Raises
+    ValueError for a block without a round."""
     rounds = sum(run.accepted_histogram)
     if rounds == 0:
         raise ValueError(f"block of {run.variant} at concurrency {run.concurrency} has no round")

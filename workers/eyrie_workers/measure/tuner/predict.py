@@ -226,8 +226,6 @@ def _line(points: Mapping[int, float], at: float) -> float:
 
 @dataclass(frozen=True)
 class PredictedSpeed:
-    """The predicted speed of one setting at one concurrency."""
-
     setting: Setting
     concurrency: int
     tokens_per_s: float  # mean over temperatures, as `speedup` and `tau`
