@@ -112,7 +112,8 @@ def test_the_server_fills_in_what_the_contract_would(model: type[BaseModel], giv
 
 
 _DEPEND = (("data", "max_conversations"), ("data", "held_out_fraction"), ("engine", "kind"), ("benchmark", "suites"),
-           ("benchmark", "temperatures"), ("benchmark", "tree"), ("tune", "temperatures"), ("serve", "engine"))
+           ("benchmark", "temperatures"), ("benchmark", "tree"), ("regenerate", "concurrency"),
+           ("tune", "concurrencies"), ("tune", "temperatures"), ("serve", "engine"))
 """Section and field of what depends on the job (`model.depends`): the server does not fill it in."""
 
 

@@ -102,11 +102,7 @@ class JsonlLedger(Generic[EntryT]):
         # The entry's JSON, and the CRC-32 of its bytes but the closing brace as last member.
         body = entry.model_dump_json().encode()[:-1]
         line = b'%s,"crc32":"%08x"}\n' % (body, zlib.crc32(body))
-        with self.path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            if self._fsync:
-                os.fsync(file.fileno())
+        self._write(line)
         self._add(entry, Extent(self._size, len(line)))
 
     def read(self, extent: Extent) -> EntryT:
@@ -126,6 +122,13 @@ class JsonlLedger(Generic[EntryT]):
             # Iterating a binary file splits at \n alone; str.splitlines() would also split at a U+2028 inside a string.
             size += len(line) if line.endswith(b"\n") else 0
         os.truncate(self.path, size)
+
+    def _write(self, line: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            if self._fsync:
+                os.fsync(file.fileno())
 
     def _line(self, extent: Extent) -> bytes:
         with self.path.open("rb") as file:

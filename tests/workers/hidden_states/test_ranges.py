@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.hidden_states.row_sources import read_row_sources, write_row_sources
@@ -17,7 +16,7 @@ from eyrie_workers.hidden_states.writer import FeatureWriter, is_whole
 from tests.api.artifacts.conftest import make_bucket
 from tests.feature_rows import write_shard
 from tests.servers.s3 import S3Server
-from tests.workers.hidden_states.test_store import flip_a_bit, layout, store_of
+from tests.workers.hidden_states.test_store import flip_a_bit, layout, store_of, upload_files
 
 
 @pytest.mark.parametrize("with_index", [True, False])
@@ -28,7 +27,7 @@ def test_rows_read_through_s3_are_those_of_the_directory(rclone_s3: S3Server, tm
     if not with_index:
         (here / INDEX).unlink()
     remote = make_bucket(rclone_s3, tmp_path).store()
-    upload_dir(remote, here, "capture", unfinished=True)
+    upload_files(remote, here, "capture")
     near, far = FeatureStore(here), FeatureStore(ObjectStoreBackend(remote, "capture"))
     assert far.lengths == near.lengths
     groups = [[4, 1], [0, 5, 2], [3]]
@@ -44,7 +43,7 @@ def test_the_sources_of_rows_are_read_through_s3(rclone_s3: S3Server, tmp_path: 
     remote = make_bucket(rclone_s3, tmp_path).store()
     assert read_row_sources(ObjectStoreBackend(remote, "capture")) is None
     write_row_sources(here, ["chats", "tools", "chats"])
-    upload_dir(remote, here, "capture", unfinished=True)
+    upload_files(remote, here, "capture")
     assert read_row_sources(ObjectStoreBackend(remote, "capture"), 3) == ["chats", "tools", "chats"]
 
 
@@ -53,7 +52,7 @@ def test_a_directory_that_names_another_place_is_read_there(
     here = tmp_path / "here"
     store_of(here, layout("int8", hidden=64), [40, 90], rows_per_shard=2)
     bucket = make_bucket(rclone_s3, tmp_path)
-    upload_dir(bucket.store("eyrie"), here, "jobs/1/capture", unfinished=True)
+    upload_files(bucket.store("eyrie"), here, "jobs/1/capture")
     monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
     monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
     (tmp_path / STORE_ADDRESS_FILE).write_text(f"s3://{bucket.name}/eyrie/jobs/1/capture\n")
@@ -66,7 +65,7 @@ def test_damage_behind_s3_is_found_when_the_row_is_read_and_noted_there(rclone_s
     store_of(here, layout("int8", hidden=64), [40, 90, 7, 120], rows_per_shard=2)
     flip_a_bit(here / shard_name(1), 2000)
     remote = make_bucket(rclone_s3, tmp_path).store()
-    upload_dir(remote, here, "capture", unfinished=True)
+    upload_files(remote, here, "capture")
     store = FeatureStore(ObjectStoreBackend(remote, "capture"))
     store.read([0, 1])
     with pytest.raises(StoreDamaged, match="shard-00001"):
@@ -80,7 +79,7 @@ def test_a_shard_that_vanishes_behind_s3_is_named_by_whoever_reads_it_and_made_a
     rows = store_of(near, of, [40, 90, 7, 120], rows_per_shard=2)
     bucket = make_bucket(rclone_s3, tmp_path)
     remote, key = bucket.store("eyrie"), f"capture/{shard_name(1)}"
-    upload_dir(remote, near, "capture", unfinished=True)
+    upload_files(remote, near, "capture")
     monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
     monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
     here.mkdir()

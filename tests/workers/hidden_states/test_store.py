@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.contract.capture import BEST_FIRST
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_workers.hidden_states.shard_format import (
@@ -45,6 +45,12 @@ def store_of(directory: Path, of: StoreFormat, lengths: list[int], rows_per_shar
         write_shard(writer, rows[start:start + rows_per_shard])
     writer.finish()
     return rows
+
+
+def upload_files(store: ArtifactStore, directory: Path, prefix: str) -> None:
+    """The files of a store, as a stage leaves them behind when its manifest is not written yet."""
+    for path in sorted(path for path in directory.iterdir() if not path.name.startswith(".")):
+        store.upload(f"{prefix}/{path.name}", path)
 
 
 def flip_a_bit(path: Path, at: int) -> None:
@@ -131,7 +137,7 @@ def test_the_same_store_is_read_from_an_artifact_store_by_ranges(tmp_path: Path)
     of = layout("int8", block_tokens=8)
     store_of(tmp_path / "here", of, [9, 20, 3, 12], rows_per_shard=2)
     elsewhere = LocalStore(tmp_path / "elsewhere")
-    upload_dir(elsewhere, tmp_path / "here", "jobs/1/capture", unfinished=True)
+    upload_files(elsewhere, tmp_path / "here", "jobs/1/capture")
     here, there = FeatureStore(tmp_path / "here"), FeatureStore(ObjectStoreBackend(elsewhere, "jobs/1/capture"))
     assert not list(there.damage())
     assert there.row_ids == here.row_ids
