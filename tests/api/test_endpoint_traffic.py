@@ -46,6 +46,19 @@ def drifted(database: Database, clock: ManualClock, revision: int, once: str) ->
     Histories(database, clock).record("chat", "drift", "TrafficDrifted", "stayed low", once=once, revision=revision)
 
 
+def test_a_window_without_counted_rounds_has_requests_alone_in_traffic_and_metrics(
+        client: httpx.Client, database: Database, clock: ManualClock) -> None:
+    revision = serve_drafter(database, clock)
+    Histories(database, clock).record_window("chat", revision, None, 5.0, None, accepted=(3.0,), requests=60.0,
+                                             seconds=60.0)
+    window = traffic_of(client)["window"]
+    assert (window["tau"], window["requests_per_s"], window["accepted_per_round"]) == (None, 1.0, [])
+    scraped = client.get("/metrics")
+    assert scraped.status_code == 200
+    assert 'eyrie_endpoint_requests_per_second{name="chat"} 1.0' in scraped.text
+    assert "eyrie_endpoint_accepted_tokens{" not in scraped.text
+
+
 def test_tau_and_requests_per_second_are_of_the_latest_window_since_the_revision_serves(
         client: httpx.Client, database: Database, clock: ManualClock) -> None:
     first = serve_drafter(database, clock)

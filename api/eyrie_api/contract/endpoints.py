@@ -49,6 +49,14 @@ class HistoryEntry(Frozen):
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """decided: `decision`, a PromotionDecision. drift: `job`, a JobSpec ready to be posted, and `traffic_file`."""
 
+    @property
+    def accepted_tokens(self) -> tuple[float, ...]:
+        """Of a window: draft tokens accepted at each position; empty where the engine does not say."""
+        counts: list[float] = []
+        while (count := self.figures.get(f"accepted/{len(counts) + 1}")) is not None:
+            counts.append(count)
+        return tuple(counts)
+
 
 class History(Frozen):
     """Entries of one endpoint, oldest first."""

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 from eyrie_api.contract.endpoints import EndpointTraffic, HistoryEntry, HistoryKind, LiveCanary, LiveDrift, LiveWindow
 from eyrie_api.contract.status import Endpoint
-from eyrie_api.figures.endpoint_figures import accepted_tokens
 
 KINDS: tuple[HistoryKind, ...] = ("activated", "window", "canary", "drift", "retraining")
 """The kinds that are read, the latest entry of each."""
@@ -44,12 +43,12 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
     entry = _of_active(endpoint, latest, "window")
     if entry is None:
         return None
-    seconds, requests = entry.figures.get("seconds"), entry.figures.get("requests")
+    seconds, requests, rounds = (entry.figures.get(name) for name in ("seconds", "requests", "rounds"))
     return LiveWindow(
         tau=entry.figures.get("tau"), proven_tau=entry.figures.get("proven_tau"), until=entry.time,
         since=None if seconds is None else entry.time - timedelta(seconds=seconds),
         requests_per_s=None if seconds is None or requests is None else requests / seconds,
-        accepted_per_round=tuple(tokens / entry.figures["rounds"] for tokens in accepted_tokens(entry)))
+        accepted_per_round=tuple(tokens / rounds for tokens in entry.accepted_tokens) if rounds else ())
 
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:

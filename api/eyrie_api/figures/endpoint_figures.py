@@ -54,7 +54,7 @@ def figures_of(seen: Watched) -> tuple[Figure, ...]:
     """Every figure there is data for."""
     marked = [entry for entry in seen.changes if entry.kind in MARKED]
     figures = [acceptance(seen.windows, marked)] if seen.windows else []
-    counted = [entry for entry in seen.windows if accepted_tokens(entry)]
+    counted = [entry for entry in seen.windows if entry.accepted_tokens]
     if counted:
         figures.append(acceptance_by_position(counted))
     canaries = canaries_of(entry for entry in seen.changes if entry.kind in CANARY_KINDS)
@@ -209,16 +209,8 @@ def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
                   {"width": 520, "height": 280, "layer": [line, points], "resolve": OWN_LEGENDS}, last.time)
 
 
-def accepted_tokens(window: HistoryEntry) -> tuple[float, ...]:
-    """Draft tokens accepted at each position; empty where the engine does not say."""
-    counts: list[float] = []
-    while (count := window.figures.get(f"accepted/{len(counts) + 1}")) is not None:
-        counts.append(count)
-    return tuple(counts)
-
-
 def _positions(name: str, windows: Sequence[HistoryEntry]) -> list[Row]:
-    accepted = [sum(counts) for counts in zip_longest(*map(accepted_tokens, windows), fillvalue=0.0)]
+    accepted = [sum(counts) for counts in zip_longest(*(window.accepted_tokens for window in windows), fillvalue=0.0)]
     before = [sum(window.figures["rounds"] for window in windows), *accepted]
     return [{"series": name, "position": position, "tokens": rounded(reached), "accepted": rounded(count),
              "acceptance": rounded(count / reached)}
