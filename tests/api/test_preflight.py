@@ -446,6 +446,15 @@ def test_what_a_job_names_stays_and_the_shipped_target_needs_no_more(tmp_path: P
     assert (shipped.engine.kind, shipped.data.max_conversations) == ("embedded", 1000)
 
 
+@pytest.mark.parametrize(("fields", "num_gpus", "in_flight"), [
+    ({}, 8, 512), ({}, 0, 24), ({"regenerate": {"concurrency": 100}}, 8, 100), ({"engine": "embedded"}, 8, 24),
+    ({"regenerate": {"engine": "openai", "base_url": "http://127.0.0.1:1/v1"}}, 8, 24)])
+def test_requests_at_once_follow_the_gpus_on_which_sglang_answers_unless_the_job_names_them(
+        fields: dict[str, Any], num_gpus: int, in_flight: int) -> None:
+    own = job_spec(**({"target": {"model": "/models/own"}, "engine": "sglang"} | fields))
+    assert with_gpu_defaults(own, has_sglang=True, num_gpus=num_gpus).regenerate.concurrency == in_flight
+
+
 def test_settings_are_tuned_for_the_loads_that_a_job_declares_unless_it_names_others(
         settings: Settings, target: Path) -> None:
     declared = job_spec(target={"model": str(target)}, prove={"concurrencies": [1, 2, 8]})

@@ -35,7 +35,8 @@ class RegenerateSpec(Frozen):
     """Longest answer, in tokens; a source may set its own."""
 
     concurrency: int = depends(24, ge=1, le=4096)
-    """Conversations in flight. Omitted, 64 for each GPU where SGLang answers on GPUs."""
+    """Conversations in flight, over all servers. Omitted, with SGLang on GPUs, 64 for each GPU that the job or a
+    cluster's profile names, and 64 where neither names a number."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Row i is sampled with a seed derived from this and the row id, so a restart repeats the same answer."""

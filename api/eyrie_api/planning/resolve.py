@@ -59,8 +59,9 @@ def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
     spec = spec.model_copy(update={
         "target": JobTarget(model=spec.target.model, revision=spec.target.revision, dtype=dtype)})
     if on_gpus:
+        num_gpus = gpus["regenerate"].num_gpus
         spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and facts.has_sglang,
-                                 num_gpus=gpus["regenerate"].num_gpus or spec.engine.num_gpus or 1)
+                                 num_gpus=(spec.engine.num_gpus or 1) if num_gpus is None else num_gpus)
     spec = _with_engine_defaults(_with_suites(with_declared_loads(spec), facts.data.rows), device)
     job = derive(spec, gpus, serving, on_cluster=profile is not None)
     if profile is not None:
@@ -137,14 +138,14 @@ def replicas_of(serve: ServeSpec, profile: ClusterProfile | None) -> int:
 
 def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool, num_gpus: int = 1) -> JobSpec:
     """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one (it computes
-    no float32 there), with as many requests at once as `num_gpus` hold, and more conversations than are right for the
-    shipped targets."""
+    no float32 there), as many requests at once as the `num_gpus` of regeneration hold (none: on CPUs), and more
+    conversations than are right for the shipped targets."""
     if spec.target.model in (QUICKSTART, *TRAINED_HERE):
         return spec
     if has_sglang and "kind" not in spec.engine.model_fields_set and spec.target.dtype != "float32":
         spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
     regenerate = spec.regenerate
-    if spec.engine.kind == "sglang" and regenerate.engine is None and (
+    if num_gpus and spec.engine.kind == "sglang" and regenerate.engine is None and (
             "concurrency" not in regenerate.model_fields_set):
         spec = spec.model_copy(update={
             "regenerate": regenerate.model_copy(update={"concurrency": BATCH * num_gpus})})
