@@ -104,7 +104,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     job_id = control.jobs.submit(planned(spec), project=project).id
     key = f"{project}-c1-step-1"
     set_stage(control.jobs, job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
-    record_event(control.jobs, job_id, "Told", f"a word of {project}")
+    record_event(control.jobs, job_id, "Noted", f"a word of {project}")
     record_metrics(control.jobs, job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
     directory = settings.stage_dir(job_id, "benchmark", key)
     benchmarked = benchmark_report(key, {"chat": (1.5,)})
