@@ -64,30 +64,29 @@ def demo_job(short: bool, engine: EngineKind = "embedded", target: str = QUICKST
     In SGLang every measured setting is a server of its own, which takes half a minute to start on two cores: the grid
     is smaller there. The budget counts the measurements alone.
     """
-    prompts = 2 if short else 3
     sglang = engine == "sglang"
-    deepest = (3, 5) if short or sglang else (2, 3, 4, 5, 6, 7)
+    depths = (3, 5) if short or sglang else (2, 3, 4, 5, 7)
     return JobSpec(
         name="demo",
         engine=EngineSpec(kind=engine),
         target=TargetSpec(model=target, dtype="float32"),
-        data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=160 if short else 900),
+        data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=160 if short else 600),
         regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
         # Of the target's 2048 tokens: 1024 cover 97 % of unseen answers, 1536 cover 98 %, and what is not covered can
         # never be drafted.
         drafter=DrafterSpec(draft_vocab_size=1536),
-        train=TrainSpec(learning_rate=2e-3, epochs=8.0 if short else 9.0, num_checkpoints=2,
+        train=TrainSpec(learning_rate=2e-3, epochs=8.0 if short else 7.0, num_checkpoints=2,
                         max_tokens_per_batch=512 if short else 1024),
         benchmark=BenchmarkSpec(
-            suites=tuple(SuiteSpec(name=name, path=f"quickstart:{name}", max_prompts=prompts) for name in _SUITES),
+            suites=tuple(SuiteSpec(name=name, path=f"quickstart:{name}", max_prompts=2) for name in _SUITES),
             tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
             max_new_tokens=48 if short else 96, warmup_prompts=1,
         ),
-        prove=ProveSpec(concurrencies=(1, 4), requests=8 if short else 16, most_pairs=40 if short else 100,
-                        max_new_tokens=48 if short else 64, parity_prompts=4 if short else 8),
+        prove=ProveSpec(concurrencies=(1, 4), requests=8, most_pairs=40 if short else 100,
+                        max_new_tokens=48 if short else 64, parity_prompts=4 if short else 6),
         # Predictions cost the same for a wide grid; the races are what takes time.
-        tune=TuneSpec(num_steps=deepest, top_k=(1,) if short else (1, 2), num_draft_tokens=(10,),
-                      max_prompts=4 if short else 8, budget_s=(4.0 if sglang else 1.0) * (6.0 if short else 14.0)),
+        tune=TuneSpec(num_steps=depths, top_k=(1,) if short else (1, 2), num_draft_tokens=(10,),
+                      max_prompts=4 if short else 6, budget_s=(4.0 if sglang else 1.0) * (6.0 if short else 10.0)),
     )
 
 
