@@ -42,7 +42,8 @@ class DrafterSpec(Frozen):
     """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
 
     num_layers: int | None = Field(None, ge=1, le=64)
-    """Decoder layers of `standalone`, `dflash` and `dspark`; default: the family's choice. eagle3 and eagle1 have one."""
+    """Decoder layers of `standalone`, `dflash` and `dspark`; default: the family's choice. eagle3 and eagle1 have
+    one."""
 
     max_draft_tokens: int | None = Field(None, ge=1, le=16)
     """How far `medusa`, `hydra`, `dflash` and `dspark` can look ahead: their heads, or the tokens that their block
@@ -52,8 +53,8 @@ class DrafterSpec(Frozen):
     """Default: the target's."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(None, min_length=2, max_length=16)
-    """`hidden_states` indices that eagle3, dflash and dspark fuse, ascending. As an axis of a sweep it compares choices of
-    layers: the store then holds those of all candidates. Default: capture.aux_layers."""
+    """`hidden_states` indices that eagle3, dflash and dspark fuse, ascending. As an axis of a sweep it compares choices
+    of layers: the store then holds those of all candidates. Default: capture.aux_layers."""
 
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Reduced output vocabulary, built from the answers. Default: the whole vocabulary up to 4096; of a larger one, the

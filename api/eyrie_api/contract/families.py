@@ -110,8 +110,8 @@ class DrafterFamily:
     best_for: str
     drafting_cost: str
     quickstart_speedup: float | None
-    """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training. None: not
-    measured; `eyrie compare` trains such a family where it is named."""
+    """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training. None:
+    not measured; `eyrie compare` trains such a family where it is named."""
 
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""

@@ -266,8 +266,8 @@ def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
     """With the head at the top level, where SGLang's class reads it, and the block in `dflash_config`."""
     own = _block_section(config)
     if own.get("sample_from_anchor", config.get("sample_from_anchor", True)) is not True:
-        raise InvalidInput("sample_from_anchor is false: in the blocks that Eyrie computes the settled token's position "
-                           "proposes too", "serve this one in SGLang")
+        raise InvalidInput("sample_from_anchor is false: in Eyrie's blocks the settled token's position proposes too",
+                           "serve this one in SGLang")
     head = {key: own.pop(key, config.get(key)) for key in ("markov_head_type", "markov_rank")}
     for key in ("sample_from_anchor", "projector_type", "enable_confidence_head", "confidence_head_with_markov"):
         own.pop(key, None)

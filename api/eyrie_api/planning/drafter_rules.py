@@ -196,8 +196,8 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
     size, mask, depth, ids = (own[key] for key in ("block_size", "mask_token_id", "num_target_layers",
                                                     "target_layer_ids"))
     if not _whole(size, least_block, least_block + 15):
-        yield error("contract", f"dflash_config.block_size is {size!r}, not between {least_block} and {least_block + 15}",
-                    again)
+        yield error("contract", f"dflash_config.block_size is {size!r}, not between {least_block} and "
+                    f"{least_block + 15}", again)
     elif not _whole(mask, 0, config["vocab_size"] - 1):
         yield error("contract", f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of "
                     f"{config['vocab_size']}", again)
@@ -261,7 +261,7 @@ def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of an EAGLE-1/2, DFlash, DSpark or standalone drafter whose config has no faults."""
+    """Names and shapes of the tensors of a drafter of `_DECODERS` whose config has no faults."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     sizes = TargetFacts(
         hidden_size=hidden, num_layers=config["num_hidden_layers"], intermediate_size=config["intermediate_size"],

@@ -237,7 +237,8 @@ def _changed(program: Callable[[], Published], **keys: Any) -> Callable[[], Publ
 
 
 REFUSED: dict[str, tuple[Callable[[], Published], str, str]] = {
-    "DSpark without the anchor": (_changed(dspark, sample_from_anchor=False), "sample_from_anchor is false", "in SGLang"),
+    "DSpark without the anchor": (_changed(dspark, sample_from_anchor=False), "sample_from_anchor is false",
+                                  "in SGLang"),
     "speculators DSpark": (_changed(speculators, speculators_model_type="dspark"), "speculators_model_type 'dspark'",
                            "authors' form"),
     "speculators DFlash": (_changed(speculators, speculators_model_type="dflash"), "speculators_model_type 'dflash'",

@@ -113,7 +113,7 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = Norm(hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
-        self.markov_head = None if config.markov is None else MarkovHead(config.markov, config.decoder.vocab_size, hidden)
+        self.markov_head = MarkovHead(config.markov, config.decoder.vocab_size, hidden) if config.markov else None
 
     def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
@@ -275,7 +275,7 @@ class DFlashProposer:
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """One pass over the block of each row, and the tree of its marginals; with a Markov head one that grows token by
+        """One pass over the block of each row, and the tree of its marginals; with a Markov head one that grows by
         token."""
         assert isinstance(state, DFlashState)
         size = self._config.block_size
@@ -306,8 +306,8 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
            _vocabulary: DraftVocabulary, seed: int) -> DFlashDrafter:
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:
-        raise InvalidInput(f"a {spec.family} drafter cannot read layers {list(layers)}: SGLang captures outputs of layers",
-                           f"give capture.aux_layers between 1 and {target.num_layers - 1}")
+        raise InvalidInput(f"a {spec.family} drafter cannot read layers {list(layers)}: SGLang captures outputs of "
+                           "layers", f"give capture.aux_layers between 1 and {target.num_layers - 1}")
     num_layers = spec.num_layers or max(1, min(_MAX_LAYERS, target.num_layers // _TARGET_LAYERS_PER_LAYER))
     decoder = decoder_config(spec, target, "qwen3", num_layers, qk_norm=True)
     markov = None

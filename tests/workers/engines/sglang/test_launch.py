@@ -391,7 +391,8 @@ def test_a_family_that_reads_no_inner_layers_is_served_next_to_targets_sglang_ca
 
 
 def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serves() -> None:
-    expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH", "dspark": "DSPARK"}
+    expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH",
+                "dspark": "DSPARK"}
     for name, row in FAMILIES.items():
         assert checkpoint_algorithm({"architectures": [row.architecture]}) == expected.get(name), name
         assert row.sglang_algorithm == expected.get(name), name
