@@ -296,7 +296,7 @@ class DFlashProposer:
             state_RH = states_BSH[:, depth, None].expand(-1, nodes, -1).flatten(0, 1)
             z_RM, memory_RM = markov.step(tokens.flatten(), state_RH, memory.flatten(0, 1))
             return DraftStep(logits_BSV[:, depth, None] + self._w2(z_RM).view(rows, nodes, -1),
-                             memory_RM.view(rows, nodes, -1))
+                             memory_RM.view(rows, nodes, markov.state_size))
 
         root = step(tokens_BC[:, :1], states_BSH.new_zeros(len(rows), 1, markov.state_size), None, 0)
         return build_limited_tree(root, step, shape, states_BSH.shape[1], None, noise)
