@@ -317,8 +317,10 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
                                          mask_token(embeddings.special, target), markov))
     initialise_parameters(drafter, seed)
     with torch.no_grad():
-        if drafter.markov_head is not None:
-            drafter.markov_head.markov_w2.weight.zero_()
+        if drafter.markov_head is not None:  # the marginals alone
+            for name, parameter in drafter.markov_head.named_parameters():
+                if name == "markov_w2.weight" or name.endswith("bias"):
+                    parameter.zero_()
         drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
     return drafter
 
