@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from eyrie_api.contract.families import Family
 from eyrie_api.contract.model import Frozen
 
-
 MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
 
 

@@ -282,7 +282,7 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _markov_tensors(kind: str, rank: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    head = {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (vocab, rank)}
+    head: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (vocab, rank)}
     if kind == "gated":
         head |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
     elif kind == "rnn":

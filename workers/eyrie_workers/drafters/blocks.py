@@ -290,11 +290,11 @@ class DFlashProposer:
         if markov is None:
             return build_tree_from_marginals(logits_BSV, shape, None, noise)
 
-        def step(tokens: Tensor, memory: Tensor, _mask: Tensor | None, depth: int) -> DraftStep:
-            """`protocol.StepFunction`: children of nodes of one depth."""
+        def step(tokens: Tensor, hidden: Tensor, mask: Tensor | None, depth: int) -> DraftStep:
+            """`protocol.StepFunction`: children of nodes of one depth; their state is the head's memory."""
             rows, nodes = tokens.shape
             state_RH = states_BSH[:, depth, None].expand(-1, nodes, -1).flatten(0, 1)
-            z_RM, memory_RM = markov.step(tokens.flatten(), state_RH, memory.flatten(0, 1))
+            z_RM, memory_RM = markov.step(tokens.flatten(), state_RH, hidden.flatten(0, 1))
             return DraftStep(logits_BSV[:, depth, None] + self._w2(z_RM).view(rows, nodes, -1),
                              memory_RM.view(rows, nodes, markov.state_size))
 
