@@ -17,7 +17,7 @@ from eyrie_api.cli.commands import app
 from eyrie_api.cli.spec import comparison
 from eyrie_api.client import Client
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES, sglang_families
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.plan import StagePlan
 from eyrie_api.contract.status import Condition, JobStatus, Phase, Progress, StageStatus
 from eyrie_api.database.endpoint_history import Histories
@@ -43,6 +43,8 @@ from tests.api.samples import (
 )
 from tests.tiny import chats_file, tiny_target
 from tests.waiting import wait_for
+
+MEASURED = tuple(name for name, row in FAMILIES.items() if row.quickstart_speedup is not None)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +177,7 @@ def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_
         eyrie: Eyrie) -> None:
     given = ("compare", "--target", str(eyrie.target), "--data", str(eyrie.chats), "--no-watch")
     spec = eyrie.plane.jobs.get(eyrie.json(*given, "--set", "benchmark.max_new_tokens=8")["id"]).spec
-    assert (spec.name, spec.sweep.families) == ("compare", tuple(FAMILIES))
+    assert (spec.name, spec.sweep.families) == ("compare", MEASURED)
     assert [rival.method for rival in spec.rivals] == ["ngram", "off"]
     assert (spec.train.num_checkpoints, spec.benchmark.concurrencies, spec.serve.enabled) == (1, (1, 4), False)
     assert spec.benchmark.max_new_tokens == 8
@@ -198,7 +200,8 @@ def test_a_comparison_is_a_job_with_every_family_that_its_engine_serves_and_the_
     refused = eyrie(*given, "--rival", "./not-here")
     assert refused.exit_code == 65
     assert "rivals[0].path" in refused.stderr
-    assert comparison(job_spec(engine={"kind": "sglang"})).sweep.families == sglang_families()
+    assert comparison(job_spec(engine={"kind": "sglang"})).sweep.families == tuple(
+        name for name in MEASURED if FAMILIES[name].sglang_algorithm is not None)
 
 
 def test_plan_names_its_assumptions_and_runs_nothing(eyrie: Eyrie) -> None:

@@ -83,6 +83,7 @@ def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:
             "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}}))
     assert "num_steps 7, top_k 1 and num_draft_tokens 8" in caught.value.hint
     blocks_are_drafted_whole(on_gpus(engine="embedded", drafter={"family": "dflash"}))
+    assert tree(on_gpus(drafter={"family": "dspark", "max_draft_tokens": 4})).label() == "4/1/5"
 
 
 def test_default_temperatures_are_greedy_where_sglang_verifies_greedily() -> None:

@@ -130,6 +130,8 @@ CONFIG_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("DFlash", {"dflash_config": {"mask_token": "<|MASK|>"}}, "names its mask '<|MASK|>' and not its id"),
     ("DFlash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 11]}}, "not ascending outputs of layers"),
     ("DFlash", {"dflash_config": 5}, "dflash_config is 5, not an object"),
+    ("DSpark of DeepSpec", {"markov_rank": 0}, "markov_rank 0: not one of vanilla, gated, rnn"),
+    ("DSpark of DeepSpec", {"block_size": 17}, "block_size is 17, not between 1 and 16"),
 ]
 
 

@@ -68,7 +68,7 @@ def _names_and_strings(tree: ast.Module) -> Iterator[str]:
 
 
 def test_decoding_stages_and_measurement_name_no_drafter_family() -> None:
-    families = {"eagle1", "eagle3", "medusa", "hydra", "standalone", "dflash"}
+    families = {"eagle1", "eagle3", "medusa", "hydra", "standalone", "dflash", "dspark"}
     workers = ROOT / "workers/eyrie_workers"
     paths = [path for package in ("speculation", "stages", "measure") for path in (workers / package).rglob("*.py")
              # The misconfigurations are those of one family's checkpoints; train reports MFU with EAGLE-3's operations.

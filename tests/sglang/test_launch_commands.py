@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.families import BLOCK_ALGORITHMS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import (
@@ -48,7 +49,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # what tells a drafter of each from t
     "EAGLE": {"architectures": ["LlamaForCausalLMEagle"]},
     "STANDALONE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},
     "DFLASH": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
-               "dflash_config": {"block_size": 6, "target_layer_ids": [1, 3]}}}
+               "dflash_config": {"block_size": 6, "target_layer_ids": [1, 3]}},
+    "DSPARK": {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+               "markov_head_type": "gated", "markov_rank": 4, "dflash_config": {
+                   "block_size": 5, "mask_token_id": 1, "target_layer_ids": [1, 3]}}}
 DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "flashinfer", "mi300x": "triton"}
 """What a drafter of blocks is computed with, by machine."""
 
@@ -129,9 +133,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             found.add_variants(f"{machine} {target} {kind}", found.plan(machine, target), settings)
     for machine in MACHINES:
         for algorithm in ALGORITHMS:
-            if (algorithm, machine) == ("DFLASH", "cpu"):
+            if algorithm in BLOCK_ALGORITHMS and machine == "cpu":
                 continue
-            for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
+            for setting in (CHAIN,) if algorithm in BLOCK_ALGORITHMS else (CHAIN, TREE):
                 found.add_variants(f"family {machine} {algorithm} {setting.label()}",
                                found.other(algorithm, machine, setting))
     add_features(found, root)
@@ -260,10 +264,10 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
         algorithm: str, machine: str, matrix: Matrix, answers: dict[str, Any]) -> None:
     prefix = f"family {machine} {algorithm} "
     mine = [case["name"] for case in matrix.cases if case["name"].startswith(prefix)]
-    if (algorithm, machine) == ("DFLASH", "cpu"):
+    if algorithm in BLOCK_ALGORITHMS and machine == "cpu":
         assert mine == []
         return
-    for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
+    for setting in (CHAIN,) if algorithm in BLOCK_ALGORITHMS else (CHAIN, TREE):
         assert setting.tree is not None
         label = f"{prefix}{setting.label()}"
         on, off = (resolved(answers, f"{label} {variant}") for variant in (setting.label(), "off"))
@@ -274,6 +278,8 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
         if algorithm == "DFLASH":
             assert on["speculative_draft_attention_backend"] == DRAFT_BACKENDS.get(
                 machine, on["attention_backend"])
+        elif algorithm == "DSPARK":  # without a flag SGLang keeps the target's
+            assert on["speculative_draft_attention_backend"] in (None, DRAFT_BACKENDS.get(machine))
         else:
             assert (on["speculative_num_steps"], on["speculative_eagle_topk"]) == (
                 setting.tree.num_steps, setting.tree.top_k)

@@ -104,10 +104,11 @@ def comparison(job: JobSpec, families: Sequence[str] = (), rivals: Sequence[str]
     """The job with a candidate of every family, and rivals, n-gram look-up and no drafter beside them. Fields that it
     sets already stay. Raises InvalidInput.
 
-    families   default: those that the job's engine can serve
+    families   default: those that the job's engine can serve, without experimental ones
     """
     document = {"name": "compare"} | job.model_dump(mode="json", exclude_unset=True)
-    trained = families or (sglang_families() if job.engine.kind == "sglang" else tuple(FAMILIES))
+    known = sglang_families() if job.engine.kind == "sglang" else tuple(FAMILIES)
+    trained = families or [name for name in known if FAMILIES[name].quickstart_speedup is not None]
     for section, field, value in (("sweep", "families", list(trained)), ("train", "num_checkpoints", 1),
                                   ("benchmark", "concurrencies", [1, 4]), ("serve", "enabled", False)):
         document.setdefault(section, {}).setdefault(field, value)

@@ -1,11 +1,13 @@
 """The architecture of one drafter: its family and its sizes."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from eyrie_api.contract.families import Family
 from eyrie_api.contract.model import Frozen
+
+MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
 
 
 class PublishedDrafter(Frozen):
@@ -39,18 +41,19 @@ class DrafterSpec(Frozen):
     """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
 
     num_layers: int | None = Field(None, ge=1, le=64)
-    """Decoder layers of `standalone` and `dflash`; default: the family's choice. eagle3 and eagle1 have one."""
+    """Decoder layers of `standalone`, `dflash` and `dspark`; default: the family's choice. eagle3 and eagle1 have
+    one."""
 
     max_draft_tokens: int | None = Field(None, ge=1, le=16)
-    """How far `medusa`, `hydra` and `dflash` can look ahead: their heads, or their block less its first token. Default:
-    train.ttt_length. The other families have no such limit."""
+    """How far `medusa`, `hydra`, `dflash` and `dspark` can look ahead: their heads, or the tokens that their block
+    proposes. Default: train.ttt_length. The other families have no such limit."""
 
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""
 
     aux_layers: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(None, min_length=2, max_length=16)
-    """`hidden_states` indices that eagle3 and dflash fuse, ascending. As an axis of a sweep it compares choices of
-    layers: the store then holds those of all candidates. Default: capture.aux_layers."""
+    """`hidden_states` indices that eagle3, dflash and dspark fuse, ascending. As an axis of a sweep it compares choices
+    of layers: the store then holds those of all candidates. Default: capture.aux_layers."""
 
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Reduced output vocabulary, built from the answers. Default: the whole vocabulary up to 4096; of a larger one, the
@@ -70,6 +73,13 @@ class DrafterSpec(Frozen):
 
     sliding_window: int | None = Field(None, ge=8, le=1_048_576)
     """The drafter attends to this many latest positions; trained and served alike. Default: all."""
+
+    markov_head: MarkovHeadKind | None = None
+    """How `dspark` reads the token before: its row of a matrix (`vanilla`, the default), the row with a gate, or a
+    recurrent state over the block."""
+
+    markov_rank: int | None = Field(None, ge=1, le=4096)
+    """Width of that row. Default: 256, of a small target half its width."""
 
     @property
     def head(self) -> PublishedDrafter | None:

@@ -9,7 +9,7 @@ texts are printed by `eyrie plan`. They state what follows from the architecture
 committed comparison on the shipped target (docs/results/comparison.md). Which family is fastest for another target is
 what its leaderboard measures.
 
-    H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens looked ahead
+    H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens looked ahead, M rank of a Markov head
 """
 
 from collections.abc import Callable
@@ -23,12 +23,17 @@ from eyrie_api.contract.training import TrainSpec
 TargetStates = Literal["fused", "final", "none"]
 """Hidden states of the target that a family reads: several layers fused; the one after the final norm; none."""
 
-SGLangAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
+SGLangAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK"]
 """`--speculative-algorithm` of drafters with weights."""
 
 TreeKind = Literal["chain", "static tree", "tree"]
 
-VARIANT_FIELDS = ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
+BLOCK_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("DFLASH", "DSPARK")
+"""SGLang's algorithms for drafters of blocks: chains of a whole block, on GPUs alone."""
+
+_EAGLE3_VARIANTS, _DSPARK_VARIANTS = (
+    ("fc_norm", "norm_before_fc", "norm_output", "sliding_window"), ("markov_head", "markov_rank"))
+VARIANT_FIELDS = (*_EAGLE3_VARIANTS, *_DSPARK_VARIANTS)
 """Fields of `DrafterSpec` that select a variant of a family (`DrafterFamily.variant_fields`)."""
 
 
@@ -71,6 +76,7 @@ class DrafterSizes:
     hidden_size: int | None
     intermediate_size: int | None
     num_layers: int | None
+    markov_rank: int | None = None
 
     @property
     def mlp_parameters(self) -> int:
@@ -103,8 +109,9 @@ class DrafterFamily:
 
     best_for: str
     drafting_cost: str
-    quickstart_speedup: float
-    """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training."""
+    quickstart_speedup: float | None
+    """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training. None:
+    not measured; `eyrie compare` trains such a family where it is named."""
 
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
@@ -123,6 +130,11 @@ class DrafterFamily:
 
     training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
     """Passes of one token of the data through the weights per optimiser step, from the spec and S."""
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """In SGLang a draft is one block, of the length that its drafter was trained with."""
+        return self.sglang_algorithm in BLOCK_ALGORITHMS
 
 
 def _eagle3_parameters(sizes: DrafterSizes) -> int:
@@ -185,13 +197,31 @@ def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
     return train.unrolled_fraction * (1 + max_draft_tokens)  # one block at a fraction of the positions
 
 
+def markov_rank(hidden_size: int, chosen: int | None) -> int:
+    """M: the paper's 256, of a small target half its width."""
+    return chosen or max(1, min(256, hidden_size // 2))
+
+
+def _markov_matrix(sizes: DrafterSizes) -> int:
+    return sizes.output_vocab_size * markov_rank(sizes.target.hidden_size, sizes.markov_rank)
+
+
+def _dspark_parameters(sizes: DrafterSizes) -> int:
+    # DFlash's layers, and two matrices of [V, M]; a gate or a recurrent state is small next to them.
+    return _dflash_parameters(sizes) + 2 * _markov_matrix(sizes)
+
+
+def _dspark_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
+    return train.unrolled_fraction * max_draft_tokens
+
+
 _ROWS = (
     DrafterFamily(
         name="eagle3", title="EAGLE-3", module="eyrie_workers.drafters.eagle3.family", continues=True,
         architecture="LlamaForCausalLMEagle3", target_states="fused", whole_vocabulary=False,
         parameters=_eagle3_parameters, training_passes=_eagle3_training_passes, step_cost_known=True,
         sglang_algorithm="EAGLE3",
-        variant_fields=VARIANT_FIELDS,
+        variant_fields=_EAGLE3_VARIANTS,
         best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
                  "so each second of training covers fewer tokens",
         drafting_cost="one small layer per token", quickstart_speedup=1.98),
@@ -233,6 +263,16 @@ _ROWS = (
         drafting_weights=lambda sizes, _depth: _dflash_parameters(sizes) + _output_matrix(sizes),
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
         drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
+    DrafterFamily(
+        name="dspark", title="DSpark", module="eyrie_workers.drafters.dspark", continues=True,
+        architecture="DSparkDraftModel", target_states="fused", whole_vocabulary=True,
+        parameters=_dspark_parameters, training_passes=_dspark_training_passes, sglang_algorithm="DSPARK",
+        variant_fields=_DSPARK_VARIANTS,
+        drafting_weights=lambda sizes, depth: (_dflash_parameters(sizes) + _output_matrix(sizes)
+                                               + depth * _markov_matrix(sizes)),
+        best_for="targets on which DFlash's later tokens contradict its earlier ones: each reads the one before it "
+                 "(experimental)",
+        drafting_cost="one pass of a few layers per block, and a small product per token", quickstart_speedup=None),
 )
 
 FAMILIES: dict[str, DrafterFamily] = {row.name: row for row in _ROWS}

@@ -10,6 +10,8 @@ where the config does not tell: EAGLE's authors give a drafter the architecture 
                    SGLang, Model Optimizer), Eagle3LlamaForCausalLM (AngelSlim, vLLM)
     speculators    speculators_model_type; the layer's config is nested, layer ids are vLLM's
     DFlash         DFlashDraftModel; sizes of the block are in dflash_config or at the top level
+    DSpark         DSparkDraftModel (SpecForge), Qwen3DSparkModel (DeepSpec), or DFlashDraftModel with a rank (Model
+                   Optimizer): DFlash with a Markov head. Its confidence head, which only some engines read, is dropped
     draft model    LlamaForCausalLM without an fc
 
 Absent keys get the trainers' defaults: a rotary base of 10000, EAGLE-3's layers as SGLang and vLLM choose them,
@@ -94,6 +96,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
         return _eagle1(config)
     if names in (_LLAMA, ["Eagle3LlamaForCausalLM"], [_EAGLE3]):
         return _eagle3(config, architecture, num_layers)
+    if _is_dspark(config):
+        return Form("dspark", _dspark(config, num_layers), _dspark_name)
     family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
@@ -171,8 +175,6 @@ def _from_speculators(source: Mapping[str, Any], architecture: str | None, num_l
     described = _with_rope({key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None})
     if kind == "eagle":
         return _from_speculators_eagle1(source, layer, described)
-    if kind == "dspark":
-        raise InvalidInput(*foreign_architecture({"architectures": ["DSparkDraftModel"]}) or ())
     if kind != "eagle3":
         raise InvalidInput(f"it holds speculators_model_type {kind!r}",
                            "give an eagle3 drafter in speculators format, or the drafter in its authors' form")
@@ -247,6 +249,38 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
                                  "num_target_layers": settings["num_target_layers"], "dflash_config": settings}
 
 
+def _is_dspark(config: Mapping[str, Any]) -> bool:
+    own, names = _block_section(config), config.get("architectures")
+    return names in ([FAMILIES["dspark"].architecture], ["Qwen3DSparkModel"]) or (
+        names == [FAMILIES["dflash"].architecture]
+        and bool(own.get("projector_type") == "dspark" or own.get("markov_rank") or config.get("markov_rank")))
+
+
+def _block_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trainer has written about the block, in one section or two."""
+    parts = (config.get("dflash_config"), config.get("dspark_config"))
+    return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
+
+
+def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """With the head at the top level, where SGLang's class reads it, and the block in `dflash_config`."""
+    own = _block_section(config)
+    if own.get("sample_from_anchor", config.get("sample_from_anchor", True)) is not True:
+        raise InvalidInput("sample_from_anchor is false: in Eyrie's blocks the settled token's position proposes too",
+                           "serve this one in SGLang")
+    head = {key: own.pop(key, config.get(key)) for key in ("markov_head_type", "markov_rank")}
+    for key in ("sample_from_anchor", "projector_type", "enable_confidence_head", "confidence_head_with_markov"):
+        own.pop(key, None)
+    kept = {key: value for key, value in config.items() if key != "dspark_config"}
+    return _dflash(kept | {"dflash_config": own}, num_layers) | head | {
+        "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": False}
+
+
+def _dspark_name(name: str) -> str | None:
+    name = name.removeprefix("model.")
+    return None if name.split(".")[0] in ("confidence_head", "embed_tokens", "lm_head") else _stored(name)
+
+
 def _spread_layers(num_draft_layers: object, num_layers: int | None) -> list[int] | None:
     """The outputs of layers that DFlash reads where its config names none, as its authors and SGLang choose them."""
     if num_layers is None or not isinstance(num_draft_layers, int) or num_draft_layers < 1:
@@ -283,8 +317,10 @@ def own_settings(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if family != "eagle3":
         if "num_hidden_layers" in config:
             settings["num_layers"] = config["num_hidden_layers"]
-        if family == "dflash":
+        if family in ("dflash", "dspark"):
             settings["aux_layers"] = tuple(layer + 1 for layer in config["dflash_config"]["target_layer_ids"])
+        if family == "dspark":
+            settings |= {"markov_head": config["markov_head_type"], "markov_rank": config["markov_rank"]}
         return settings
     shape = eagle3_rules.shape_of(config)
     return settings | {

@@ -8,8 +8,9 @@ has rules of its own (`planning.eagle3_rules`); those of the other families are 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from eyrie_api.contract.drafter import MarkovHeadKind
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning import target_files
@@ -109,8 +110,6 @@ def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _SERVED_BY = {
-    **dict.fromkeys(("DSparkDraftModel", "Qwen3DSparkModel"), (
-        "a DSpark drafter, whose Markov head", "DSPARK")),
     **dict.fromkeys(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), (
         "a DFlash2 drafter, whose convolutions and selector", "DFLASH")),
     "LiLiCorrDraftModel": ("a LiLiCorr drafter, whose reranker", "DFLASH"),
@@ -119,7 +118,7 @@ _SERVED_BY = {
 }
 """Architectures of drafters that SGLang 0.5.23 serves and Eyrie does not compute: what they are, and the algorithm."""
 
-_PROJECTORS = {"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+_PROJECTORS = {"dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
 """`dflash_config.projector_type` -> architecture, where a trainer writes that of DFlash (Model Optimizer)."""
 
 
@@ -133,8 +132,7 @@ def foreign_architecture(config: Mapping[str, Any]) -> tuple[str, str] | None:
         if projector == "domino":
             return ("it is a Domino drafter, whose recurrent head Eyrie does not compute",
                     "serve it by hand in SGLang with --speculative-algorithm DFLASH")
-        name = _PROJECTORS.get(projector, "DSparkDraftModel" if own.get("markov_rank") or config.get("markov_rank")
-                               else name)
+        name = _PROJECTORS.get(projector, name)
     if name not in _SERVED_BY:
         return None
     what, algorithm = _SERVED_BY[name]
@@ -177,8 +175,11 @@ def standalone_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("contract", "its layers have biases: a standalone drafter has none", hint)
 
 
-def dflash_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """A DFlash drafter's config; the first fault."""
+def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding]:
+    """The config of a DFlash drafter, or of a DSpark one but for its head; the first fault.
+
+    least_block   positions of the smallest block: one that proposes, and in DFlash the settled token's
+    """
     again, own = "export the drafter again", config.get("dflash_config")
     if config.get("model_type") != "qwen3" or biases(config)[0] or set(layer_types(config)[0]) != {FULL}:
         yield error("contract", "its layers are not Qwen3's with full attention and without bias",
@@ -194,8 +195,9 @@ def dflash_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         return
     size, mask, depth, ids = (own[key] for key in ("block_size", "mask_token_id", "num_target_layers",
                                                     "target_layer_ids"))
-    if not _whole(size, 2, 17):
-        yield error("contract", f"dflash_config.block_size is {size!r}, not between 2 and 17", again)
+    if not _whole(size, least_block, least_block + 15):
+        yield error("contract", f"dflash_config.block_size is {size!r}, not between {least_block} and "
+                    f"{least_block + 15}", again)
     elif not _whole(mask, 0, config["vocab_size"] - 1):
         yield error("contract", f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of "
                     f"{config['vocab_size']}", again)
@@ -205,6 +207,16 @@ def dflash_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
             ids != sorted(set(ids))):
         yield error("contract", f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to "
                     f"{depth - 2}", again)
+
+
+def dspark_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """A DSpark drafter's config; the first fault."""
+    kind, rank = config.get("markov_head_type"), config.get("markov_rank")
+    if kind not in get_args(MarkovHeadKind) or not _whole(rank, 1, None):
+        yield error("contract", f"markov_head_type is {kind!r} and markov_rank {rank!r}: not one of "
+                    f"{', '.join(get_args(MarkovHeadKind))} and a positive whole number", "export the drafter again")
+    else:
+        yield from block_rules(config, 1)
 
 
 def heads_rules(family: str, shared_output: bool, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -233,7 +245,8 @@ def _whole(value: object, least: int, most: int | None) -> bool:
 
 
 _DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
-    "eagle1": eagle1_rules, "standalone": standalone_rules, "dflash": dflash_rules}
+    "eagle1": eagle1_rules, "standalone": standalone_rules, "dflash": lambda config: block_rules(config, 2),
+    "dspark": dspark_rules}
 SHARED_OUTPUT = {"medusa": False, "hydra": True}
 """Families of heads; whether all heads of one have one output matrix."""
 
@@ -248,7 +261,7 @@ def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of an EAGLE-1/2, DFlash or standalone drafter whose config has no faults."""
+    """Names and shapes of the tensors of a drafter of `_DECODERS` whose config has no faults."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     sizes = TargetFacts(
         hidden_size=hidden, num_layers=config["num_hidden_layers"], intermediate_size=config["intermediate_size"],
@@ -263,7 +276,18 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
         del layers["layers.0.input_layernorm.weight"]
         return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
     num_aux = len(config["dflash_config"]["target_layer_ids"])
+    if family == "dspark":
+        layers |= _markov_tensors(config["markov_head_type"], config["markov_rank"], config["vocab_size"], hidden)
     return {"fc.weight": (hidden, num_aux * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)} | layers
+
+
+def _markov_tensors(kind: str, rank: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    head: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (vocab, rank)}
+    if kind == "gated":
+        head |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
+    elif kind == "rnn":
+        head |= {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
+    return {f"markov_head.{name}": shape for name, shape in head.items()}
 
 
 def tensor_rules(tensors: Mapping[str, Header], expected: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
@@ -308,7 +332,7 @@ def fit_rules(drafter: str, family: str | None, config: Mapping[str, Any], targe
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
     if family == "standalone" and vocab != target.vocab_size:
         yield error("contract", f"{drafter} has a vocabulary of {vocab}, this target one of {target.vocab_size}", again)
-    elif family == "dflash":
+    elif family in ("dflash", "dspark"):
         own = config["dflash_config"]
         sizes = (hidden, vocab, own["num_target_layers"])
         wanted = (target.hidden_size, target.vocab_size, target.num_layers)

@@ -148,7 +148,8 @@ def _description(family: str) -> str:
     row = FAMILIES[family]
     engine = (f"SGLang serves it as {row.sglang_algorithm}" if row.sglang_algorithm
               else "served by the embedded engine alone")
-    return (f"{family}: for {row.best_for}; drafting takes {row.drafting_cost}; {row.quickstart_speedup:.2f}x on the "
+    measured = "not measured" if row.quickstart_speedup is None else f"{row.quickstart_speedup:.2f}x"
+    return (f"{family}: for {row.best_for}; drafting takes {row.drafting_cost}; {measured} on the "
             f"quickstart target, trained for 100 s; {engine}")
 
 

@@ -165,7 +165,8 @@ class TargetFacts(DecoderSizes):
             target=self, output_vocab_size=self.vocab_size if row.whole_vocabulary else draft_vocabulary,
             num_aux_layers=len(drafter.aux_layers or aux_layers) or DEFAULT_AUX_LAYERS,
             max_draft_tokens=drafter.max_draft_tokens or candidate.train.ttt_length, hidden_size=drafter.hidden_size,
-            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers),
+            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers,
+            markov_rank=drafter.markov_rank),
             self.vocab_size, self.tie_word_embeddings)
 
 

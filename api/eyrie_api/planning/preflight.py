@@ -22,7 +22,7 @@ from eyrie_api.artifacts import read_manifest
 from eyrie_api.artifacts.store_prices import store_prices
 from eyrie_api.contract.capture import StateSourceName
 from eyrie_api.contract.engine import SGLANG_PROGRAM, EngineKind
-from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import PlacementRequest, S3Work
 from eyrie_api.contract.plan import Plan
@@ -76,7 +76,7 @@ from eyrie_api.planning.plan_work import (
 )
 from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.quantised import quantisation_config, read_quantisation
-from eyrie_api.planning.resolve import BLOCKS, block_chain, held_out_prompts, resolve
+from eyrie_api.planning.resolve import block_chain, held_out_prompts, resolve
 from eyrie_api.planning.reuse import asks_the_same, jobs_with_answers, stores_the_same
 from eyrie_api.planning.sglang_support import (
     SGLANG_VERSION,
@@ -339,7 +339,7 @@ def layers_are_distinct(submission: Submission) -> None:
     named = job.spec.drafter.aux_layers
     if named is not None and not any(candidate.fuses for candidate in job.candidates):
         raise InvalidInput(f"drafter.aux_layers {list(named)} is set and no family of the job fuses layers",
-                           "omit drafter.aux_layers, or train eagle3 or dflash")
+                           "omit drafter.aux_layers, or train eagle3, dflash or dspark")
 
 
 def windows_are_of_chains(submission: Submission) -> None:
@@ -362,12 +362,12 @@ def blocks_are_drafted_whole(submission: Submission) -> None:
     if job.spec.engine.kind != "sglang":
         return
     for candidate in job.candidates:
-        if candidate.drafter.family != BLOCKS or candidate.drafter.init_from is not None:
+        if not FAMILIES[candidate.drafter.family].drafts_blocks or candidate.drafter.init_from is not None:
             continue
         chain = block_chain(candidate.drafter, candidate.train)
         if tree != chain:
             raise InvalidInput(
-                f"benchmark.tree is {tree.label()} and a drafter of family {BLOCKS!r} has blocks of "
+                f"benchmark.tree is {tree.label()} and a drafter of family {candidate.drafter.family!r} has blocks of "
                 f"{chain.num_draft_tokens} tokens (drafter.max_draft_tokens, by default train.ttt_length, and one "
                 "more), which SGLang drafts as a whole",
                 f"set benchmark.tree to num_steps {chain.num_steps}, top_k 1 and num_draft_tokens "
@@ -436,13 +436,13 @@ def engine_can_compute(submission: Submission) -> None:
                 f"set {name}.temperatures to [0], or engine to 'embedded'")
     for family in job.families:
         algorithm = FAMILIES[family].sglang_algorithm
-        if algorithm == "DFLASH" and device == "cpu":
+        if algorithm in BLOCK_ALGORITHMS and device == "cpu":
             raise InvalidInput(
                 f"drafters of family {family!r} and engine 'sglang' on a CPU: SGLang runs them on GPUs only",
                 "train another family, or set engine to 'embedded'")
         if architectures and algorithm == "EAGLE3":
             require_capture(architectures[0])
-        elif architectures and algorithm == "DFLASH":
+        elif architectures and algorithm in BLOCK_ALGORITHMS:
             require_block_capture(architectures[0])
 
 

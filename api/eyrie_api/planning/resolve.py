@@ -17,6 +17,7 @@ from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import CapturedLayers, Demand, PlacedGpus, ResolvedJob
@@ -36,9 +37,6 @@ _LARGEST_SHARE = 0.2
 GPU_CONVERSATIONS = 20_000
 """Where a job for a target of one's own computes on GPUs and names no number: an evening for 8 billion parameters on
 one H100 (docs/results/plans.md)."""
-
-BLOCKS = "dflash"
-"""The family whose drafters have blocks of a length of their own."""
 
 _STAGES: tuple[StageKey, ...] = get_args(StageKey)
 
@@ -169,7 +167,8 @@ def _with_engine_defaults(spec: JobSpec, device: Device) -> JobSpec:
     if spec.engine.kind != "sglang":
         return spec
     if device != "cpu":
-        if BLOCKS not in spec.trained_families or "tree" in spec.benchmark.model_fields_set:
+        blocks = any(FAMILIES[family].drafts_blocks for family in spec.trained_families)
+        if not blocks or "tree" in spec.benchmark.model_fields_set:
             return spec
         tree = block_chain(spec.drafter, spec.train)
         return spec.model_copy(update={"benchmark": spec.benchmark.model_copy(update={"tree": tree})})

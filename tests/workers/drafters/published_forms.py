@@ -202,16 +202,18 @@ def dspark() -> Published:
               "enable_confidence_head": False}
     return Published(plain.config | {"architectures": ["DSparkDraftModel"],
                                      "dflash_config": plain.config["dflash_config"] | markov},
-                     plain.tensors | _random({"markov_w1.weight": (VOCAB, 4), "markov_w2.weight": (VOCAB, 4)},
-                                             torch.bfloat16))
+                     plain.tensors | _random({"markov_head.markov_w1.weight": (VOCAB, 4),
+                                              "markov_head.markov_w2.weight": (VOCAB, 4)}, torch.bfloat16))
 
 
 def dspark_of_deepspec() -> Published:
-    """DeepSpec's DSpark: all keys at the top level."""
+    """DeepSpec's DSpark: all keys at the top level, with a confidence head."""
     config = {key: value for key, value in dspark().config.items() if key != "dflash_config"}
     return Published(config | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": VOCAB - 1, "num_anchors": 512,
                                "target_layer_ids": [1, 5, 9], "markov_rank": 4, "markov_head_type": "vanilla",
-                               "enable_confidence_head": False}, dspark().tensors)
+                               "enable_confidence_head": True}, dspark().tensors | _random({
+                                   "confidence_head.proj.weight": (1, HIDDEN + 4), "confidence_head.proj.bias": (1,)},
+                                   torch.bfloat16))
 
 
 def dspark_of_model_optimizer() -> Published:
@@ -224,7 +226,9 @@ READ: dict[str, tuple[Callable[[], Published], str]] = {
     "EAGLE-3": (eagle_3, "eagle3"), "SpecForge": (specforge, "eagle3"),
     "SpecForge with layer ids": (specforge_with_layers, "eagle3"), "speculators": (speculators, "eagle3"),
     "speculators EAGLE-1": (speculators_eagle_1, "eagle1"), "Model Optimizer": (model_optimizer, "eagle3"),
-    "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash")}
+    "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash"),
+    "DSpark": (dspark, "dspark"), "DSpark of DeepSpec": (dspark_of_deepspec, "dspark"),
+    "DSpark of Model Optimizer": (dspark_of_model_optimizer, "dspark")}
 """Form -> its program, and the family that it becomes."""
 
 
@@ -233,10 +237,10 @@ def _changed(program: Callable[[], Published], **keys: Any) -> Callable[[], Publ
 
 
 REFUSED: dict[str, tuple[Callable[[], Published], str, str]] = {
-    "DSpark": (dspark, "DSpark drafter, whose Markov head", "--speculative-algorithm DSPARK"),
-    "DSpark of DeepSpec": (dspark_of_deepspec, "DSpark drafter, whose Markov head", "DSPARK"),
-    "DSpark of Model Optimizer": (dspark_of_model_optimizer, "DSpark drafter, whose Markov head", "DSPARK"),
-    "speculators DSpark": (_changed(speculators, speculators_model_type="dspark"), "whose Markov head", "DSPARK"),
+    "DSpark without the anchor": (_changed(dspark, sample_from_anchor=False), "sample_from_anchor is false",
+                                  "in SGLang"),
+    "speculators DSpark": (_changed(speculators, speculators_model_type="dspark"), "speculators_model_type 'dspark'",
+                           "authors' form"),
     "speculators DFlash": (_changed(speculators, speculators_model_type="dflash"), "speculators_model_type 'dflash'",
                            "authors' form"),
     "speculators with norm_before_residual": (_changed(speculators, norm_before_residual=True),

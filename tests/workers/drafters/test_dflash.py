@@ -15,15 +15,9 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load, mask_token, read_dflash_config
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.dflash import (
-    FAMILY,
-    DFlashDrafter,
-    DFlashProposer,
-    load,
-    mask_token,
-    read_dflash_config,
-)
+from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
@@ -85,7 +79,12 @@ def apply_rotary(x: Tensor, position: int, theta: float) -> Tensor:
 
 
 def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, token: int) -> Tensor:
-    """[S, V] logits behind one settled token, one place at a time. aux [i + 1, A, H] of the positions before it."""
+    """[S, V] logits behind one settled token. aux [i + 1, A, H] of the positions before it."""
+    return naive_stream(drafter, ends, aux, token)[1:] @ ends.lm_head.T
+
+
+def naive_stream(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, token: int) -> Tensor:
+    """[C, H] states of the block behind the final norm, one place at a time."""
     config, decoder = drafter.config, drafter.config.decoder
     eps, theta, settled = decoder.rms_eps, decoder.rope.theta, aux.shape[0]
     features = rms(aux.flatten(1) @ drafter.fc.weight.T, drafter.hidden_norm.weight, eps)
@@ -113,7 +112,7 @@ def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor,
         normed, mlp = rms(stream, layer.post_attention_layernorm.weight, eps), layer.mlp
         stream = stream + (F.silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)
                            ) @ mlp.down_proj.weight.T
-    return rms(stream[1:], drafter.norm.weight, eps) @ ends.lm_head.T
+    return rms(stream, drafter.norm.weight, eps)
 
 
 def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(target: TargetModel) -> None:

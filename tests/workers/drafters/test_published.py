@@ -127,7 +127,7 @@ def test_a_drafter_as_its_authors_publish_it_is_adopted_drafts_and_is_trained_fu
     assert all(bool(parameter.isfinite().all()) for parameter in head.module.parameters())
     if family == "eagle3":  # by hidden_states index: outputs of layers 1, 12 / 2 - 1 and 12 - 4, or the named ones
         assert head.layers == ((2, 7, 10) if form == "SpecForge with layer ids" else (2, 6, 9))
-    elif family == "dflash":
+    elif family in ("dflash", "dspark"):
         assert head.layers == (2, 6, 10)
 
 

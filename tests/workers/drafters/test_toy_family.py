@@ -76,7 +76,7 @@ def test_the_toy_is_on_the_leaderboard_and_in_the_comparison() -> None:
 
 
 def test_a_family_without_a_row_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValidationError, match=r"'eagle9' is not a drafter family: use one of eagle3, .*, dflash, toy"):
+    with pytest.raises(ValidationError, match=r"'eagle9' is not a drafter family: use one of eagle3, .*, dspark, toy"):
         DrafterSpec(family="eagle9")
 
 

@@ -59,8 +59,8 @@ from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
 from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
-from eyrie_workers.speculation.tree import build_draft_tree
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import build_limited_tree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -177,20 +177,7 @@ class HydraProposer(HeadsProposer):
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
         assert isinstance(state, HeadsState)
         first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
-        limited, num_steps = shape, self._num_heads
-        if shape.num_steps > num_steps:  # no deeper than there are heads, with as many nodes as such a tree can have
-            max_nodes = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
-            limited = DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
-                                     num_draft_tokens=min(shape.num_draft_tokens, max_nodes))
-        tree = build_draft_tree(first, self._step, limited, self._draft_ids_D, noise)
-        num_rows, size = tree.tokens.shape
-        if size == shape.num_draft_tokens:
-            return tree
-        # Padding nodes are children of the node before them, so that a chain remains a chain.
-        more = torch.arange(size - 1, shape.num_draft_tokens - 1, device=tree.parents.device).expand(num_rows, -1)
-        return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1),
-                         torch.cat([tree.parents, more], 1),
-                         torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
+        return build_limited_tree(first, self._step, shape, self._num_heads, self._draft_ids_D, noise)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
         """`protocol.StepFunction`: the input of a node is its parent's input and its own token."""

@@ -52,7 +52,7 @@ class DrafterCheckpoint:
     """None: SGLang does not support its family."""
 
     block_size: int | None = None
-    """For a drafter of blocks: the tokens of one block, the last accepted token included."""
+    """For a drafter of blocks: the tokens that are verified, the last accepted one and a whole block of proposals."""
 
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
@@ -102,7 +102,7 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
     return DrafterCheckpoint(
         directory=directory, context_length=_UNLIMITED if unlimited else context_length(config, directory),
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm,
-        block_size=block_size if isinstance(block_size, int) else None)
+        block_size=block_size + (algorithm == "DSPARK") if isinstance(block_size, int) else None)
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyrie_api.contract.families import SGLangAlgorithm
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, SGLangAlgorithm, sglang_families
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
 from eyrie_api.planning.sglang_support import PLUGIN_ARCHITECTURES, Unlaunchable, require_block_capture, require_capture
@@ -47,7 +47,7 @@ _ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
 """The algorithms that support adaptive speculation."""
 
 _BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "triton")
-"""Attention backends that support DFLASH drafters. With any other backend for the target SGLang selects one of these
+"""Attention backends that support drafters of blocks. With any other backend for the target SGLang selects one of these
 for the drafter and only logs it."""
 
 
@@ -236,8 +236,10 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
         line += ["--speculative-num-steps", str(deepest), "--speculative-eagle-topk", "1",
                  "--speculative-num-draft-tokens", str(deepest + 1),
                  "--speculative-adaptive", "--speculative-adaptive-config", str(plan.adaptive_path)]
-    elif tree is not None and drafter.algorithm == "DFLASH":
-        line += ["--speculative-dflash-block-size", str(tree.num_draft_tokens)]
+    elif tree is not None and drafter.algorithm in BLOCK_ALGORITHMS:
+        # DFlash's block has the settled token, DSpark's the proposals alone.
+        line += (["--speculative-dflash-block-size", str(tree.num_draft_tokens)] if drafter.algorithm == "DFLASH" else
+                 ["--speculative-dspark-block-size", str(tree.num_steps)])
         if shared.attention_backend not in _BLOCK_DRAFT_BACKENDS:
             line += ["--speculative-draft-attention-backend",
                      "triton" if plan.machine.platform == "rocm" else "flashinfer"]
@@ -282,7 +284,7 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
     algorithm = drafter.algorithm
     if algorithm is None:
         raise Unlaunchable(f"the drafter in {drafter.directory} is of a family that SGLang cannot serve",
-                           "serve it with the embedded engine, or train eagle3, eagle1, standalone or dflash")
+                           f"serve it with the embedded engine, or train {', '.join(sglang_families())}")
     if algorithm == "EAGLE3":
         require_capture(plan.target.architecture)
     if adaptive and algorithm not in _ADAPTIVE_ALGORITHMS:
@@ -291,16 +293,16 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
     if drafter.sliding_window is not None and algorithm != "EAGLE3":
         raise Unlaunchable(f"the drafter has a sliding window, which SGLang does not apply as trained with {algorithm}",
                            "train it without drafter.sliding_window")
-    if algorithm == "DFLASH":
+    if algorithm in BLOCK_ALGORITHMS:
         tree = plan.setting.tree
         if plan.machine.platform == "cpu":
-            raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or with the embedded engine")
+            raise Unlaunchable(f"{algorithm} does not run on cpu", "serve it on a GPU, or with the embedded engine")
         require_block_capture(plan.target.architecture)
         if tree is not None and tree.top_k > 1:
             raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
                                "use top_k 1, or serve the tree with the embedded engine")
         if tree is not None and drafter.block_size not in (None, tree.num_draft_tokens):
-            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the drafter's block size, "
+            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not that of the drafter's block, "
                                f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
                                f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
     if drafter.context_length < shared.context_length:

@@ -180,6 +180,24 @@ def build_draft_tree(first: DraftStep, step: StepFunction, shape: DraftTreeShape
     return rerank(_expand(first, step, shape, vocabulary, noise, branch_keys), shape.num_draft_tokens)
 
 
+def build_limited_tree(first: DraftStep, step: StepFunction, shape: DraftTreeShape, num_steps: int,
+                       vocabulary: Tensor | None = None, noise: RowNoise | None = None) -> DraftTree:
+    """`build_draft_tree` of a drafter that looks `num_steps` ahead; NO_TOKEN at deeper nodes."""
+    limited = shape
+    if shape.num_steps > num_steps:  # with as many nodes as such a tree can have
+        max_nodes = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
+        limited = DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
+                                 num_draft_tokens=min(shape.num_draft_tokens, max_nodes))
+    tree = build_draft_tree(first, step, limited, vocabulary, noise)
+    num_rows, size = tree.tokens.shape
+    if size == shape.num_draft_tokens:
+        return tree
+    # Padding nodes are children of the node before them, so that a chain remains a chain.
+    more = torch.arange(size - 1, shape.num_draft_tokens - 1, device=tree.parents.device).expand(num_rows, -1)
+    return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1), torch.cat([tree.parents, more], 1),
+                     torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
+
+
 def _confidence(logits: Tensor, depth: int, vocabulary: Tensor | None, noise: RowNoise | None) -> Tensor:
     if noise is None:
         return torch.log_softmax(logits, dim=-1)

@@ -340,6 +340,15 @@ def test_a_drafter_is_launched_with_its_own_algorithm_and_the_shape_asked_for(al
     assert value(line, "--speculative-eagle-topk") == str(setting.tree.top_k if setting.tree else 0)
 
 
+def test_a_block_of_dspark_is_named_without_the_accepted_token() -> None:
+    line = launch_arguments(drafted("DSPARK", block_size=6))
+    assert value(line, "--speculative-algorithm") == "DSPARK"
+    assert value(line, "--speculative-dspark-block-size") == "5"
+    assert value(line, "--speculative-num-draft-tokens") is None
+    with pytest.raises(Unlaunchable, match="DSPARK does not run on cpu"):
+        launch_arguments(drafted("DSPARK", block_size=6, machine="cpu"))
+
+
 def test_a_drafter_of_blocks_is_given_its_block_and_a_backend_that_computes_it() -> None:
     line = launch_arguments(drafted("DFLASH", block_size=6))
     assert value(line, "--speculative-dflash-block-size") == "6"
@@ -365,7 +374,7 @@ STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, 
     (drafted("DFLASH", map=ADAPTIVE, adaptive_path="/a"), "adaptive"),
     (drafted("DFLASH", machine="cpu"), "cpu"),
     (drafted("DFLASH", TREE), "top_k is 4"),
-    (drafted("DFLASH", block_size=8), "block size, 8"),
+    (drafted("DFLASH", block_size=8), "drafter's block, 8"),
 ])
 def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: LaunchPlan, word: str) -> None:
     with pytest.raises(Unlaunchable, match=word) as error:
@@ -382,7 +391,8 @@ def test_a_family_that_reads_no_inner_layers_is_served_next_to_targets_sglang_ca
 
 
 def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serves() -> None:
-    expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH"}
+    expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH",
+                "dspark": "DSPARK"}
     for name, row in FAMILIES.items():
         assert checkpoint_algorithm({"architectures": [row.architecture]}) == expected.get(name), name
         assert row.sglang_algorithm == expected.get(name), name

@@ -1,0 +1,145 @@
+"""DSpark: each head as its formulas read plainly, serving against training, the export against what SGLang loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eyrie_api.contract.drafter import DrafterSpec, MarkovHeadKind
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.training import TrainSpec
+from eyrie_api.errors import InvalidInput
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer
+from eyrie_workers.drafters.dspark import FAMILY
+from eyrie_workers.drafters.family import open_drafter
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
+from eyrie_workers.speculation.protocol import CommittedTokens
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.objective import StepContext
+from tests.workers.drafters.test_dflash import LAYERS, VOCAB, documents, ends_of, naive_stream, target
+
+__all__ = ["target"]  # the fixture
+STEPS, RANK = 3, 5
+KINDS: tuple[MarkovHeadKind, ...] = ("vanilla", "gated", "rnn")
+CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
+
+
+def drafter_for(target: TargetModel, kind: MarkovHeadKind = "vanilla", random: bool = True) -> DFlashDrafter:
+    wanted = DrafterSpec(family="dspark", max_draft_tokens=STEPS, num_layers=2, markov_head=kind, markov_rank=RANK)
+    drafter = FAMILY.create(wanted, target.config, ends_of(target), LAYERS, DraftVocabulary(torch.arange(VOCAB), VOCAB),
+                            1)
+    assert isinstance(drafter, DFlashDrafter)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in drafter.parameters() if random else ():
+        with torch.no_grad():
+            parameter.normal_(0.0, 0.2, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    return drafter
+
+
+def naive_logits(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, tokens: list[int]) -> list[Tensor]:
+    """[V] logits of each step, given the settled token and those that are drafted after it, one place at a time."""
+    head, hidden = drafter.markov_head, naive_stream(drafter, ends, aux, tokens[0])
+    assert head is not None
+    memory, logits = hidden.new_zeros(RANK), []
+    for step, token in enumerate(tokens[:STEPS]):
+        read, h = head.markov_w1.weight[token], hidden[step]
+        if head.gate_proj is not None:
+            gate = head.gate_proj.weight @ torch.cat([h, read]) + head.gate_proj.bias
+            read = read * (1 / (1 + (-gate).exp()))
+        elif head.joint_proj is not None:
+            joined = head.joint_proj.weight @ torch.cat([memory, read, h]) + head.joint_proj.bias
+            kept, new, out = joined[:RANK].sigmoid(), joined[RANK:2 * RANK].tanh(), joined[2 * RANK:]
+            memory, read = kept * memory + (1 - kept) * new, out.tanh()
+        logits.append(ends.lm_head @ h + head.markov_w2.weight @ read)
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(kind: MarkovHeadKind,
+                                                                      target: TargetModel) -> None:
+    drafter, packed, ends = drafter_for(target, kind).double(), documents((9, 12), torch.float64), ends_of(target)
+    ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
+    settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
+    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
+    outcome.loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
+             if parameter.grad is not None}
+    drafter.zero_grad()
+    losses: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    start = 0
+    for length in packed.lengths:
+        ids, aux, last = (x[start:start + length] for x in (packed.token_ids, packed.aux, packed.last))
+        start += length
+        for root in range(length // 2 - 1, length - 2):
+            steps = min(STEPS, length - 2 - root)
+            logits = naive_logits(drafter, ends, aux[:root + 1], ids[root + 1: root + 1 + steps].tolist())
+            for step in range(steps):
+                p = (last[root + 1 + step] @ ends.lm_head.T).softmax(-1)
+                losses[step].append(-(p * logits[step].log_softmax(-1)).sum())
+    weights = torch.tensor([0.7 ** step for step in range(STEPS)], dtype=torch.float64)
+    expected = (torch.stack([torch.stack(step).mean() for step in losses]) * weights / weights.sum()).sum()
+    expected.backward()
+    torch.testing.assert_close(outcome.loss, expected, rtol=1e-6, atol=1e-6)
+    assert found.keys() == dict(drafter.named_parameters()).keys()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_drafted_token_reads_the_one_before_it(kind: MarkovHeadKind, target: TargetModel, tmp_path: Path) -> None:
+    drafter, ends = drafter_for(target, kind), ends_of(target)
+    FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
+    proposer = open_drafter(tmp_path / "drafter", target)
+    assert isinstance(proposer, DFlashProposer)
+    state, packed = proposer.new_state(2), documents((8, 8))
+    texts = list(zip(packed.token_ids.split([8, 8]), packed.aux.split([8, 8]), strict=True))
+    for row, (ids, aux) in enumerate(texts):
+        proposer.admit(state, row, ids[:1].tolist())
+        proposer.extend(state, CommittedTokens([row], [0], [ids[1:].tolist()], aux[None, :-1]))
+    tree = proposer.propose(state, [0, 1], CHAIN)
+    wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
+    with torch.no_grad():
+        for row, (ids, aux) in enumerate(texts):
+            tokens = tree.tokens[row, 1:].tolist()
+            log_q = torch.stack(naive_logits(drafter, ends, aux[:-1], [int(ids[-1]), *tokens])).log_softmax(-1)
+            assert tokens == log_q.argmax(-1).tolist()
+            torch.testing.assert_close(tree.scores[row, 1:], log_q.max(-1).values.cumsum(0), rtol=0, atol=1e-4)
+            for node in range(1, 7):  # every node's score is of its own path
+                path, place = [], node
+                while place:
+                    path.append(int(wide.tokens[row, place]))
+                    place = int(wide.parents[row, place])
+                path.reverse()
+                log_q = torch.stack(naive_logits(drafter, ends, aux[:-1], [int(ids[-1]), *path])).log_softmax(-1)
+                score = sum(float(log_q[step, token]) for step, token in enumerate(path))
+                assert float(wide.scores[row, node]) == pytest.approx(score, abs=1e-4)
+
+
+def test_a_new_drafter_proposes_the_marginals_alone(target: TargetModel) -> None:
+    drafter = drafter_for(target, random=False)
+    assert drafter.markov_head is not None
+    assert not bool(drafter.markov_head.markov_w2.weight.any())
+    assert bool(drafter.markov_head.markov_w1.weight.any())
+
+
+def test_the_export_is_what_sglang_reads(target: TargetModel, tmp_path: Path) -> None:
+    FAMILY.save(tmp_path, drafter_for(target, "rnn"), "float32", None)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert config["architectures"] == ["DSparkDraftModel"]
+    assert (config["markov_head_type"], config["markov_rank"], config["block_size"]) == ("rnn", RANK, STEPS)
+    assert config["enable_confidence_head"] is False
+    assert {name for name in tensors if name.startswith("markov")} == {
+        f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight", "joint_proj.weight",
+                                           "joint_proj.bias")}
+
+
+def test_the_head_belongs_to_dspark_alone(target: TargetModel) -> None:
+    wanted = DrafterSpec(family="dflash", max_draft_tokens=STEPS, markov_head="gated")
+    with pytest.raises(InvalidInput, match=r"drafter\.markov_head is gated, which a dflash drafter does not have"):
+        FAMILY.create(wanted, target.config, ends_of(target), LAYERS, DraftVocabulary(torch.arange(VOCAB), VOCAB), 1)

@@ -1,0 +1,388 @@
+"""Drafters of blocks: DFlash (arXiv:2602.06036), and DSpark (arXiv:2607.05147), which adds a Markov head to it.
+
+EAGLE drafts one token per pass; these a whole block. The last settled token x_{i+1} is followed by mask tokens, and one
+pass through a few layers gives marginals for the tokens after it:
+
+    block            B_i = [x_{i+1}, MASK, .., MASK] of C positions, from i+1 on
+    features         c_j = hidden_norm(fc(concat of the aux states at j))                     of settled j = 0 .. i
+    keys, values     of every layer:  W_k c_j, W_v c_j  before  W_k n(h), W_v n(h)  of the block itself
+    attention        every position of the block attends to all features and the whole block, in both directions
+    DFlash           p_s = softmax(W_head norm(h_{s+1})): MASK s+1 is at the position of x_{i+2+s}, which step s
+                     proposes; S = C - 1
+    DSpark           p_s = softmax(W_head norm(h_s) + W_2 z_s): the position before proposes, the settled token's too,
+                     and z_s reads the token before (`markov_head`); S = C
+
+The features enter each layer as keys and values only; settled positions run neither attention nor MLP. Embedding and
+output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
+and DSPARK load them (0.5.23, `srt/models/dflash.py`, `srt/models/dspark.py`).
+
+Each optimizer step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
+neighbouring blocks make nearly the same predictions, and random anchors gain 14 % of tau over fixed ones in DFlash's
+ablation), against the target's distribution. Position s has weight step_decay^s: a wrong token invalidates the
+tokens after it, so early positions count more (DFlash's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for
+blocks of 8 and 5 for blocks of 10). A Markov head reads the true token in training: in decoding a prediction matters
+only after an accepted path.
+
+Without the head a marginal does not depend on the tokens chosen before it: a tree is DDTree (arXiv:2604.12989), the
+most probable prefixes under the product of marginals. With it trees grow by confidence, token by token, from one pass
+over the block (`speculation.tree`).
+
+The mask is a token of the target's vocabulary, since the embedding is the target's: the last special token of the
+tokenizer that does not end answers (reserved and image tokens come last), or the last id where there is none. It is
+stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
+
+SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. It has not been run with these
+exports; they follow its loader, and reading one checks it strictly.
+
+    T packed tokens, A aux layers, R roots, S steps, C block positions, L layers, B rows, H hidden, V vocabulary,
+    K kv heads, W query heads per kv head, E head size, M rank of the Markov head
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.families import FAMILIES, markov_rank
+from eyrie_api.contract.training import TrainSpec
+from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
+from eyrie_workers.drafters import checkpoint
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
+from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
+from eyrie_workers.drafters.markov_head import MarkovConfig, MarkovHead
+from eyrie_workers.hidden_states.packed_batch import PackedBatch
+from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import build_limited_tree, build_tree_from_marginals
+from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.device import upload
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.model import TargetModel, pairs_together
+from eyrie_workers.targets.operators import Linear, Rotary, rms_normalise
+from eyrie_workers.training.attention import SharedKeys, attend_block
+from eyrie_workers.training.numerics import linear, rms_norm
+from eyrie_workers.training.objective import Objective, Prediction, StepContext, draw_positions
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
+
+_MAX_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
+_MARKOV = "markov_head."
+_TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as much as they save
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    decoder: TargetConfig
+    """Config of the layers. Width and vocabulary are the target's."""
+
+    block_size: int
+    """C: the settled token and the masks after it."""
+
+    aux_layers: tuple[int, ...]
+    """`hidden_states` indices (0 = embeddings), ascending."""
+
+    num_target_layers: int
+    mask_token_id: int
+    markov: MarkovConfig | None = None
+    """Of DSpark, whose settled token's position proposes too."""
+
+    @property
+    def first(self) -> int:
+        """The position of the block that proposes the token after the settled one."""
+        return 1 if self.markov is None else 0
+
+    @property
+    def num_steps(self) -> int:
+        """S"""
+        return self.block_size - self.first
+
+
+class DFlashDrafter(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config, hidden = config, config.decoder.hidden_size
+        self.fc = nn.Linear(len(config.aux_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Norm(hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
+        self.norm = Norm(hidden)
+        self.markov_head = MarkovHead(config.markov, config.decoder.vocab_size, hidden) if config.markov else None
+
+    def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
+               dtype: torch.dtype, recompute: bool = False) -> Tensor:
+        """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`."""
+        decoder, size = self.config.decoder, self.config.block_size
+        # 1. Features of every settled position: fused and normalised once, read by all layers.
+        aux_TC = documents.aux.flatten(-2)  # C = A * H
+        features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
+                               self.hidden_norm.weight, decoder.rms_eps)
+        at_T = rotary.at(plan.positions)
+        positions_RC = plan.positions[plan.roots][:, None] + 1 + torch.arange(size)
+        at_X = rotary.at(positions_RC.flatten())  # X = R * C
+        # 2. The blocks: the known token after each root, then masks.
+        tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
+        tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
+        x_XH = F.embedding(tokens_RC.flatten(), embed_VH).to(self.norm.weight.dtype)
+        # 3. The layers. Settled positions enter as keys and values alone; the residual stream is the block's.
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            weights = layer.weights(dtype)
+            shared = SharedKeys(plan, *weights.keys(features_TH, at_T))
+            q_RCKWE, k_RCKE, v_RCKE = (part.unflatten(0, (-1, size)) for part in weights.heads(x_XH, at_X))
+            attended_RCKWE = attend_block(q_RCKWE, shared, k_RCKE, v_RCKE)
+            x_XH = weights.post_attention(x_XH, attended_RCKWE.flatten(0, 1).flatten(1), recompute)
+        return x_XH.unflatten(0, (-1, size))
+
+
+class BlockDiffusion(Objective[DFlashDrafter]):
+    """Trains a DFlashDrafter on blocks after random anchors."""
+
+    def __init__(self, drafter: DFlashDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
+                 dtype: torch.dtype) -> None:
+        decoder, size = drafter.config.decoder, drafter.config.block_size
+        super().__init__(drafter, decoder.vocab_size, embeddings.output_head, spec, steps=drafter.config.num_steps,
+                         dtype=dtype)
+        self._fraction = spec.unrolled_fraction
+        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
+        self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
+
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
+        """In training a random fraction of the roots, each with its whole block; in evaluation all roots."""
+        chosen = None
+        if context is not None and self._fraction < 1.0:
+            chosen = draw_positions(documents, context, self._fraction)
+        return plan_unroll(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
+
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
+        """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
+        block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
+                                               self._recompute)
+        config, markov = self.drafter.config, self.drafter.markov_head
+        # DFlash: mask s + 1 stands at the position of the token that step s proposes. DSpark: the one before it.
+        predicted = torch.cat([block_RCH[:alive, step + config.first] for step, alive in enumerate(plan.alive)])
+        states_NH = rms_norm(predicted, self.drafter.norm.weight, config.decoder.rms_eps)
+        states = states_NH.split([alive for alive in plan.alive if alive])
+        if markov is None:
+            return Prediction(states, self._head_VH)
+        read = markov.unroll([documents.token_ids[plan.roots[:alive] + 1 + step]
+                              for step, alive in enumerate(plan.alive) if alive], states)
+        return Prediction(tuple(torch.cat([state, z], 1) for state, z in zip(states, read, strict=True)),
+                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1))
+
+    def flops(self, plan: UnrollPlan) -> int:
+        """The features of every token, the layers at every block position, the output matrix at the predictions."""
+        decoder, size, num_roots = self.drafter.config.decoder, self.drafter.config.block_size, plan.roots.numel()
+        num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
+        num_visible = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
+        context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
+            12 * num_tokens * decoder.hidden_size * kv)
+        heads = (4 * plan.num_predictions + 2 * plan.target_positions.numel()) * decoder.hidden_size
+        if self.drafter.config.markov is not None:
+            heads += 6 * plan.num_predictions * self.drafter.config.markov.rank
+        return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
+                + heads * decoder.vocab_size)
+
+
+@dataclass
+class DFlashState:
+    """Keys of every row's features in all layers, and its last settled token."""
+
+    cache: DrafterKVCache
+    last: list[int]
+
+
+class _Features:
+    """Aux states to keys and values of all layers: `fc`, then one product for all layers, in the layout of
+    `targets.model`."""
+
+    def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        decoder = config.decoder
+        self._decoder = decoder
+        self._fc = Linear(tensors["fc.weight"].to(dtype))
+        attention, kv = "layers.{}.self_attn.{}.weight", []
+        for layer in range(decoder.num_layers):
+            kv += [pairs_together(tensors[attention.format(layer, "k_proj")], decoder.head_dim),
+                   tensors[attention.format(layer, "v_proj")]]
+        # The norm's weight is folded into what follows it.
+        self._kv = Linear((torch.cat(kv).float() * tensors["hidden_norm.weight"].float()).to(dtype))
+        self._k_norm_LE = torch.stack([pairs_together(tensors[attention.format(layer, "k_norm")], decoder.head_dim)
+                                       for layer in range(decoder.num_layers)]).float()
+        self._eps, self._head_eps = (torch.tensor(decoder.rms_eps, dtype=kind) for kind in (dtype, torch.float32))
+        self._frequencies = torch.tensor(decoder.rope.inverse_frequencies(decoder.head_dim), dtype=torch.float64)
+
+    def keys(self, aux_TAH: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, A, H] -> [T, L, 2K, E]: rotated keys, then values."""
+        decoder, num_tokens = self._decoder, aux_TAH.shape[0]
+        features_TH = rms_normalise(self._fc(aux_TAH.flatten(1)), self._eps)
+        kv = self._kv(features_TH).view(num_tokens, decoder.num_layers, 2 * decoder.num_kv_heads, decoder.head_dim)
+        keys = rms_normalise(kv[:, :, : decoder.num_kv_heads].float(), self._head_eps) * self._k_norm_LE[:, None]
+        angles = positions_T.to(torch.float64)[:, None] * self._frequencies
+        rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(rotations[:, None, None])
+        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)  # normed and rotated in float32, stored as the cache is
+        return kv
+
+
+class DFlashProposer:
+    """`speculation.protocol.Drafter`: a DFlashDrafter with its target's embedding and output matrix."""
+
+    def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetModel) -> None:
+        """`tensors` on the target's device, in its dtype."""
+        self._config, self._target = config, target
+        self._features = _Features(config, tensors, target.dtype)
+        self._markov: MarkovHead | None = None
+        if config.markov is not None:
+            with torch.device("meta"):
+                self._markov = MarkovHead(config.markov, config.decoder.vocab_size, config.decoder.hidden_size)
+            self._markov.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
+                                          if name.startswith(_MARKOV)}, assign=True)
+            self._w2 = Linear(tensors[f"{_MARKOV}markov_w2.weight"])
+        body = {f"model.{name}": tensor for name, tensor in tensors.items() if not name.startswith(_MARKOV)}
+        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False)
+        self.max_length = config.decoder.max_position_embeddings
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._config.aux_layers
+
+    def new_state(self, num_rows: int) -> DFlashState:
+        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows)
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        assert isinstance(state, DFlashState)
+        state.cache.settled[row] = 0
+
+    @torch.inference_mode()
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
+        """Write the keys and values of the pairs' features; attention and MLP are not run."""
+        assert isinstance(state, DFlashState)
+        chosen, num_pairs = RowLengths.of(pairs.rows, pairs.starts), pairs.aux.shape[1]
+        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)  # also the positions
+        kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), index_BT.flatten())
+        state.cache.reserve(max(pairs.starts) + num_pairs)
+        for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
+            state.cache.write(layer, chosen, of_layer)
+        for row, settled, tokens in zip(pairs.rows, pairs.ends, pairs.tokens, strict=True):
+            state.cache.settled[row], state.last[row] = settled, tokens[-1]
+
+    @torch.inference_mode()
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """One pass over the block of each row, and the tree of its marginals; with a Markov head one that grows by
+        token."""
+        assert isinstance(state, DFlashState)
+        size = self._config.block_size
+        chosen = RowLengths.of(rows, [state.cache.settled[row] for row in rows])
+        tokens_BC = upload([[state.last[row], *[self._config.mask_token_id] * (size - 1)] for row in rows])
+        positions_BC = chosen.lengths_B1 + torch.arange(size)
+        attend = NewTokens(state.cache, chosen, size, all_scratch_mask(chosen, size, size))
+        _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
+        first = self._config.first
+        states_BSH = states.unflatten(0, (-1, size))[:, first:first + shape.num_steps]
+        logits_BSV, markov = self._target.logits(states_BSH), self._markov
+        if markov is None:
+            return build_tree_from_marginals(logits_BSV, shape, None, noise)
+
+        def step(tokens: Tensor, hidden: Tensor, mask: Tensor | None, depth: int) -> DraftStep:
+            """`protocol.StepFunction`: children of nodes of one depth; their state is the head's memory."""
+            rows, nodes = tokens.shape
+            state_RH = states_BSH[:, depth, None].expand(-1, nodes, -1).flatten(0, 1)
+            z_RM, memory_RM = markov.step(tokens.flatten(), state_RH, hidden.flatten(0, 1))
+            return DraftStep(logits_BSV[:, depth, None] + self._w2(z_RM).view(rows, nodes, -1),
+                             memory_RM.view(rows, nodes, markov.state_size))
+
+        root = step(tokens_BC[:, :1], states_BSH.new_zeros(len(rows), 1, markov.state_size), None, 0)
+        return build_limited_tree(root, step, shape, states_BSH.shape[1], None, noise)
+
+
+def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, layers: tuple[int, ...],
+           _vocabulary: DraftVocabulary, seed: int) -> DFlashDrafter:
+    assert spec.max_draft_tokens is not None
+    if min(layers) < 1 or max(layers) >= target.num_layers:
+        raise InvalidInput(f"a {spec.family} drafter cannot read layers {list(layers)}: SGLang captures outputs of "
+                           "layers", f"give capture.aux_layers between 1 and {target.num_layers - 1}")
+    num_layers = spec.num_layers or max(1, min(_MAX_LAYERS, target.num_layers // _TARGET_LAYERS_PER_LAYER))
+    decoder = decoder_config(spec, target, "qwen3", num_layers, qk_norm=True)
+    markov = None
+    if spec.family == "dspark":
+        markov = MarkovConfig(spec.markov_head or "vanilla", markov_rank(target.hidden_size, spec.markov_rank))
+    drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + (markov is None), layers, target.num_layers,
+                                         mask_token(embeddings.special, target), markov))
+    initialise_parameters(drafter, seed)
+    with torch.no_grad():
+        if drafter.markov_head is not None:  # the marginals alone
+            for name, parameter in drafter.markov_head.named_parameters():
+                if name == "markov_w2.weight" or name.endswith("bias"):
+                    parameter.zero_()
+        drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
+    return drafter
+
+
+def mask_token(special: Sequence[int], target: TargetConfig) -> int:
+    """The mask token: the last special token that does not end answers, or the last id."""
+    unused = [token for token in special if token not in target.eos_token_ids and token < target.vocab_size]
+    return max(unused, default=target.vocab_size - 1)
+
+
+def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
+    config = drafter.config
+    head = {} if config.markov is None else {
+        "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank, "enable_confidence_head": False}
+    family = FAMILIES["dflash" if config.markov is None else "dspark"]
+    written = decoder_json(config.decoder, family.architecture, dtype) | head | {
+        "block_size": config.block_size, "num_target_layers": config.num_target_layers,
+        "layer_types": list(config.decoder.layer_types), "use_sliding_window": False,
+        "dflash_config": {
+            "block_size": config.block_size, "mask_token_id": config.mask_token_id,
+            "num_target_layers": config.num_target_layers,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers]}}  # "output of layer v", from 0
+    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(drafter.state_dict(), dtype), card)
+
+
+def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
+    """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
+    family = _family(config)
+    checkpoint.refuse(name, config_rules(family, config))
+    own = config["dflash_config"]
+    markov = MarkovConfig(config["markov_head_type"], config["markov_rank"]) if family == "dspark" else None
+    return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
+                        tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
+                        own["mask_token_id"], markov)
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    return "dspark" if config.get("architectures") == [FAMILIES["dspark"].architecture] else "dflash"
+
+
+def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
+    CheckpointInvalid."""
+    written = checkpoint.read_config(directory)
+    config, family = read_dflash_config(directory.name, written), _family(written)
+    tensors = checkpoint.read_tensors(directory)
+    checkpoint.check_tensors(directory.name, tensors, expected_tensors(family, written))
+    if target is not None:
+        checkpoint.refuse_another_target(directory.name, family, written, target)
+    return config, tensors
+
+
+def load_drafter(directory: Path) -> DFlashDrafter:
+    """To continue its training. Raises as `load`."""
+    config, tensors = load(directory)
+    drafter = DFlashDrafter(config)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
+def load_proposer(directory: Path, target: TargetModel) -> Drafter:
+    """For decoding. Raises as `load`."""
+    config, tensors = load(directory, target.config)
+    return DFlashProposer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
+                          target)

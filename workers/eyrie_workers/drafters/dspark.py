@@ -1,0 +1,15 @@
+"""DSpark: DFlash's block with a Markov head, so that each token reads the one drafted before it (arXiv:2607.05147).
+
+What it computes is in `drafters.blocks`. The objective is `train.loss` over the target's distribution; the authors' is
+`tv` with a tenth of cross-entropy. The paper's confidence head, by which an engine verifies a part of a block, is not
+trained: SGLang verifies whole blocks without it.
+
+Experimental: no comparison of this repository has it yet.
+"""
+
+from eyrie_workers.drafters.blocks import BlockDiffusion, create, load, load_drafter, load_proposer, save
+from eyrie_workers.drafters.family import FamilyImplementation
+from eyrie_workers.drafters.validation import validator_by_loading
+
+FAMILY = FamilyImplementation("dspark", create, BlockDiffusion, save, load_proposer,
+                              validator_by_loading("dspark", load), load=load_drafter, learning_rate=5e-4)
