@@ -26,7 +26,7 @@ _PROMPTS = 32
 """Of a file of --prompts: as many as the shipped suites have together."""
 
 _SHIPPED_PROMPTS, _SHIPPED_BUDGET_S = 2, 8.0
-"""Prompts of each shipped suite, and seconds of racing: with the shipped target, that a certificate takes two minutes."""
+"""Prompts of each shipped suite, and seconds of racing: with the shipped target a certificate takes two minutes."""
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
