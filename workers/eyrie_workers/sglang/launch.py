@@ -82,7 +82,7 @@ class LaunchPlan:
 
     capture_dir: str | None = None
     plugin_root: str | None = None
-    """Directory with the package `eyrie_workers`, if SGLang's interpreter does not have it installed."""
+    """Directory with the package that SGLang imports (`plugin_files`)."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
     # With and without a drafter: all variants run one model class.
     if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.capture_dir is not None:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PACKAGE
-        if plan.plugin_root is not None:
-            variables["PYTHONPATH"] = plan.plugin_root
+    if plan.plugin_root is not None:
+        variables["PYTHONPATH"] = plan.plugin_root
     return variables
 
 
