@@ -58,7 +58,10 @@ def test_sglangs_line_has_the_jobs_backend_and_arguments() -> None:
     engine = {"kind": "sglang", "attention_backend": "triton", "sglang_arguments": {"chunked_prefill_size": 4096}}
     job, report = decided(use=USE)
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"engine": EngineSpec.model_validate(engine)})})
-    launch = export(job, report, LLAMA, HEAD, target_model="org/model", hardware="h100").sglang
+    result = export(job, report, LLAMA, HEAD, target_model="org/model", hardware="h100")
+    [container] = result.objects.kubernetes[0]["spec"]["template"]["spec"]["containers"]
+    assert option(tuple(container["command"]), "--attention-backend") == "triton"
+    launch = result.sglang
     assert option(launch.command, "--attention-backend") == "triton"
     assert option(launch.command, "--chunked-prefill-size") == "4096"
     on_cpu = export(job, report, LLAMA, HEAD, target_model="org/model", hardware="cpu")

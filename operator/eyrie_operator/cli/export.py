@@ -75,20 +75,19 @@ def export(job: Job, report: JobReport, target: dict[str, Any], drafter: dict[st
         engine_used = None if report.tune is None else report.tune.engine
         named = "cpu" if engine_used is not None and engine_used.device.startswith("cpu") else ASSUMED_HARDWARE
         notes.append(f"the lines are for {named}: --hardware names another")
-    engine = job.spec.engine
-    machine = replace(profile(named), given_fraction=engine.sglang_arguments.mem_fraction_static)
+    measured = job.spec.engine
+    machine = replace(profile(named), given_fraction=measured.sglang_arguments.mem_fraction_static)
     dtype = served_dtype(job.spec.target.dtype, stored_dtype(target), machine)
     if proof is not None and drafted and proof.environment.dtype != dtype:
         notes.append(f"measured in {proof.environment.dtype}, and served in {dtype}: certify it there (eyrie certify "
                      "--off URL --drafted URL)")
     checkpoint = read_target(target_model, target, job.spec.target.revision)
-    if engine.attention_backend not in (None, *preferred(machine, checkpoint.attention)):
-        notes.append(f"measured with attention backend {engine.attention_backend}, which is not used on {named}")
-        engine = engine.model_copy(update={"attention_backend": None})
+    if measured.attention_backend not in (None, *preferred(machine, checkpoint.attention)):
+        notes.append(f"measured with attention backend {measured.attention_backend}, which is not used on {named}")
+        measured = measured.model_copy(update={"attention_backend": None})
     served = ServedDecision(
         name=job.spec.name or job.id, model=Path(job.spec.target.model).name, dtype=dtype,
-        target=checkpoint, machine=machine,
-        tp_size=engine.tp_size, engine=engine,
+        target=checkpoint, machine=machine, tp_size=measured.tp_size, engine=measured,
         max_running_requests=job.spec.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS)
     if drafted:
         assert proof is not None

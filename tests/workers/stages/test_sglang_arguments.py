@@ -7,6 +7,7 @@ import pytest
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.engine import SGLANG_PROGRAM, EngineSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.stages import (
     BenchmarkStage,
     CaptureStage,
@@ -56,7 +57,7 @@ def spec_of(kind: type[Spec], path: Path) -> Spec:
         write_rows(path / "rows", Path(target.model), 4)
         return CaptureStage(job_id="j", target=target, rows_dir=str(path / "rows"), engine=ENGINE,
                             capture=CaptureSpec(source="sglang", check_rows=0))
-    return RegenerateStage(job_id="j", target=target, engine=ENGINE, data=DataSpec(
+    return RegenerateStage(job_id="j", target=target, engine=ENGINE, regenerate=RegenerateSpec(), data=DataSpec(
         sources=(DataSource(path=str(chats_file(path / "chats.jsonl"))),), held_out_fraction=0.0))
 
 
