@@ -89,7 +89,6 @@ def test_the_jobs_arguments_are_in_the_command_of_sglangs_pods(tmp_path: Path) -
     assert line[line.index("--attention-backend") + 1] == "triton"
     assert line[line.index("--mem-fraction-static") + 1] == "0.5"
     assert "--disable-decode-cuda-graph" in line
-    assert "--cuda-graph-bs-decode" not in line
 
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
     elif plan.capture_dir is not None:
         # A graph of a prefill would replay the model without the code that writes its states.
         line += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
-    elif not plan.engine.sglang_arguments.disable_decode_cuda_graph:
+    else:
         line += ["--cuda-graph-bs-decode", *map(str, profiles.captured_batches(shared.max_running_requests))]
     for name, value in plan.engine.sglang_arguments.model_dump(
             exclude_defaults=True, exclude={"mem_fraction_static"}).items():  # its value is in `shared`

@@ -93,7 +93,6 @@ def test_further_arguments_are_equal_in_both_variants_and_only_those_of_the_job(
         assert off.count(flag) == 1
         assert (flag in plain) == (machine == "cpu" and flag == "--disable-overlap-schedule")
     assert value(off, "--chunked-prefill-size") == "2048"
-    assert "--cuda-graph-bs-decode" not in off
 
 
 def test_a_named_backend_is_kept_for_every_setting_or_refused_with_those_that_serve() -> None:
