@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from eyrie_api.contract.engine import SglangArguments
 from eyrie_api.contract.job import JobSpec
 
 RENAMED: dict[tuple[str, ...], str] = {
@@ -31,6 +32,8 @@ def unknown_field_hint(path: Sequence[str | int]) -> str:
             sections = [model for section in sections if part in section.model_fields
                         for model in _models_in(section.model_fields[part].annotation)]
     names = [name for section in sections for name in section.model_fields]
+    if SglangArguments in sections:  # the name of another flag of SGLang is not misspelt
+        return f"Eyrie sets the others itself, or they are not safe for a comparison; allowed are {', '.join(names)}"
     close = difflib.get_close_matches(str(path[-1]), names, n=1)
     return f"did you mean {close[0]!r}?" if close else "remove it"
 

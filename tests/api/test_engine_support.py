@@ -6,16 +6,25 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec, SglangArguments
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.facts import Device, Facts, local_device
 from eyrie_api.planning.plan_work import TargetFacts
-from eyrie_api.planning.preflight import Submission, blocks_are_drafted_whole, check, check_divided, engine_can_compute
+from eyrie_api.planning.preflight import (
+    Submission,
+    attention_backend_serves,
+    blocks_are_drafted_whole,
+    check,
+    check_divided,
+    engine_can_compute,
+)
 from eyrie_api.planning.resolve import resolve
 from eyrie_api.settings import Settings
+from eyrie_api.unknown_fields import unknown_field_hint
 from tests.api.samples import job_body, job_spec, target_directory
+from tests.api.test_placing import profile
 
 
 def resolved(spec: JobSpec, device: Device | None) -> ResolvedJob:
@@ -38,6 +47,9 @@ def test_an_engine_is_written_as_its_kind_alone() -> None:
     ({"kind": "sglang", "tp_size": 4, "num_gpus": 2}, "engine.num_gpus is 2, fewer than the engine.tp_size 4"),
     ({"kind": "embedded", "tp_size": 2}, "engine.tp_size is 2 and engine.kind is 'embedded'"),
     ({"num_gpus": 2}, "engine.num_gpus is 2 and engine.kind is 'embedded'"),
+    ({"attention_backend": "fa3"}, "engine.attention_backend is set and engine.kind is 'embedded'"),
+    ({"sglang_arguments": {"chunked_prefill_size": 64}}, "engine.sglang_arguments is set and engine.kind is"),
+    ({"kind": "sglang", "attention_backend": "torch_native"}, "Input should be 'fa3', 'flashinfer'"),
     ("vllm", "Input should be 'embedded' or 'sglang'"),
 ])
 def test_gpus_that_servers_cannot_use_are_refused(engine: Any, says: str) -> None:
@@ -62,6 +74,42 @@ def test_what_sglang_cannot_do_on_a_device_is_refused_with_field_and_rule(
         engine_can_compute(submission(job_spec(engine="sglang", **changes), device, architecture))
     assert caught.value.hint
     engine_can_compute(submission(job_spec(engine="embedded", **changes), device, architecture))
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "disable_radix_cache", "max_running_requests"])
+def test_an_argument_that_is_not_in_the_list_is_refused_with_the_list(name: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        job_spec(engine={"kind": "sglang", "sglang_arguments": {name: True}})
+    [error] = refused.value.errors()
+    assert error["type"] == "extra_forbidden"
+    assert unknown_field_hint(error["loc"]).endswith(f"allowed are {', '.join(SglangArguments.model_fields)}")
+
+
+@pytest.mark.parametrize(("backend", "device", "gpu", "changes", "says"), [
+    ("triton", "cpu", None, {}, "'triton', which does not serve this target on cpu"),
+    ("intel_amx", "gpu", None, {}, "'intel_amx', which does not serve this target on"),
+    ("fa3", "gpu", "NVIDIA-B200", {}, "'fa3', which does not serve this target on B200"),
+    ("trtllm_mha", "gpu", None, {}, "chains only, and top_k is 4"),
+    ("triton", "gpu", None, {"drafter": {"sliding_window": 64}, "tune": {"top_k": [1]}}, "sliding window"),
+    ("intel_amx", "cpu", None, {}, None), ("fa3", "gpu", "NVIDIA-H100-80GB-HBM3", {}, None),
+    ("fa3", "gpu", "Something-Else", {}, None), ("trtllm_mha", "gpu", "NVIDIA-B200", {"tune": {"top_k": [1]}}, None),
+    ("aiter", "gpu", None, {"tune": {"top_k": [1]}}, None)])
+def test_an_attention_backend_that_cannot_serve_the_job_is_refused_at_submission(
+        backend: str, device: Device, gpu: str | None, changes: dict[str, Any], says: str | None,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the GPUs of this machine are not the job's
+    work = {"kind": "s3", "url": "s3://bucket/eyrie"}
+    cluster = None if gpu is None else profile(
+        stages={"image": "eyrie/workers", "work": work, "num_gpus": 1, "gpu_type": gpu})
+    facts = Facts(cluster, device, config={"architectures": ["LlamaForCausalLM"]})
+    spec = job_spec(engine={"kind": "sglang", "attention_backend": backend}, **changes)
+    submitted = Submission(resolve(spec, facts), facts, Settings())
+    if says is None:
+        attention_backend_serves(submitted)
+        return
+    with pytest.raises(InvalidInput, match=says) as refused:
+        attention_backend_serves(submitted)
+    assert "omit" in refused.value.hint
 
 
 def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:

@@ -138,6 +138,16 @@ def test_weights_of_an_unknown_architecture_count_with_their_files_in_the_served
     assert found == (None if expected is None else int(on_disk * expected))
 
 
+def test_a_share_of_memory_that_the_job_gives_its_servers_is_judged(cluster: Settings, tmp_path: Path) -> None:
+    def spec(fraction: float) -> JobSpec:
+        return job(tmp_path, engine=SGLANG | {"sglang_arguments": {"mem_fraction_static": fraction}},
+                   placement={"every": {"gpu_type": "Some-24GB"}})
+
+    check(spec(0.1), cluster)
+    with pytest.raises(GpuTooSmall, match=r"of which SGLang takes 1\.2 GiB for weights and KV cache"):
+        check(spec(0.05), cluster)
+
+
 @pytest.mark.parametrize(("label", "gib"), [
     ("NVIDIA-H100-80GB-HBM3", 80), ("NVIDIA H200", 141), ("NVIDIA-H100-NVL", 94), ("NVIDIA-B200", 192),
     ("NVIDIA-L4", 24), ("NVIDIA-A100-SXM4-40GB", 40), ("NVIDIA-A100", None), ("AMD-MI300X", None), (None, None)])

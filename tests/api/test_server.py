@@ -1,5 +1,6 @@
 """The HTTP surface on a real port: jobs, idempotency, problems, guards, OpenAPI, and noise."""
 
+import importlib.metadata
 import json
 import re
 import socket
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from eyrie_api.artifacts import code_version
 from eyrie_api.client import Client
 from eyrie_api.contract.status import Job, Problem
 from eyrie_api.database.engine import Database
@@ -298,6 +300,17 @@ def test_prometheus_sees_jobs_by_phase_outbox_events_and_latency_by_route(server
 def test_the_version_names_the_source(server: Running) -> None:
     version = server.client.version()
     assert version.code_version.startswith(version.version.split("+")[0])
+
+
+def test_a_checkout_that_is_not_installed_serves_and_names_its_source(
+        settings: Settings, database: Database, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def version_of(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    code_version()  # kept for the process: other tests read it
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    with serve(settings, database) as server:
+        assert server.client.version().version == "0+source"
 
 
 def test_openapi_has_examples_that_validate_and_problems_as_refusals(shared: Running) -> None:

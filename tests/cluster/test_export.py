@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.manifests.export import ServedDecision, objects
-from eyrie_workers.sglang.profiles import profile
 from tests.cluster.patience import eventually
 from tests.operator.manifests.samples import ADAPTIVE
 from tests.operator.test_export import DRAFTER, SERVED, TARGET, USE

@@ -17,10 +17,10 @@ from benchmarks import plans
 from eyrie_api.contract.cluster import ClusterProfile, ModelCacheSpec, ServingSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import Placement, S3Work, VolumeWork
+from eyrie_api.planning.sglang_attention import PROFILES
 from eyrie_operator.command import app
 from eyrie_operator.manifests.monitoring import EMBEDDED
 from eyrie_operator.unscheduled import WAITS
-from eyrie_workers.sglang.profiles import PROFILES
 from tests.docs.reference import REFERENCE, cli_page, cluster_page, errors_page, job_page, metrics_page, rest_page
 from tests.house.sources import ROOT, modules
 from tests.walkthrough.test_one_machine import plane

@@ -11,8 +11,8 @@ from eyrie_api import yaml_text
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import S3Work
 from eyrie_api.planning.preflight import plan
+from eyrie_api.planning.sglang_attention import PROFILES
 from eyrie_api.settings import Settings
-from eyrie_workers.sglang.profiles import PROFILES
 from tests.house.sources import ROOT
 
 PAGE = (ROOT / "docs/large_job.md").read_text()

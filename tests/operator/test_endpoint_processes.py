@@ -124,7 +124,8 @@ def test_an_engine_is_not_started_with_a_drafter_that_differs_from_its_manifest(
 
 def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(target: Path, tmp_path: Path) -> None:
     """The arguments of the launcher, with `echo` in its place."""
-    served = EndpointServeSpec(engine=EngineSpec(kind="sglang"), max_concurrency=3)
+    served = EndpointServeSpec.model_validate({"max_concurrency": 3, "engine": {
+        "kind": "sglang", "tp_size": 2, "sglang_arguments": {"chunked_prefill_size": 128}}})
     serving = Serving(TargetSpec(model=str(target)), served)
     use = DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))
     ready = tmp_path / "ready.json"
@@ -134,6 +135,8 @@ def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(targ
     assert f"--host 127.0.0.1 --port {port} " in done.stdout
     assert f"--model-path {target} --served-model-name tiny" in done.stdout
     assert "--max-running-requests 3" in done.stdout
+    assert "--tp-size 2" in done.stdout
+    assert "--chunked-prefill-size 128" in done.stdout
     assert "NGRAM" in done.stdout
     assert "--enable-metrics" in done.stdout
 

@@ -14,18 +14,18 @@ import yaml
 from rich.console import Console
 
 from eyrie_api.client import Client
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.reports import PromotionCheck, PromotionDecision
 from eyrie_api.contract.status import Job, JobReport, JobStatus
 from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, Setting
 from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_operator.cli.export import Export, drafter_config, export, files, read_configs, served_dtype, words, write
 from eyrie_operator.manifests.export import ServedDecision, objects, sglang_launch, vllm_launch
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
-from eyrie_workers.sglang.profiles import profile
 from tests.api.samples import NOW, benchmark_report
 from tests.operator.manifests.samples import ADAPTIVE, CHAIN, TARGET
 
@@ -52,6 +52,21 @@ def test_sglangs_line_is_the_one_that_endpoints_are_started_with() -> None:
     plan = LaunchPlan(target=TARGET, machine=profile("h100"), served_model_name="model", drafter=DRAFTER, setting=CHAIN)
     assert launch.command == ("python3", "-m", "sglang.launch_server", *launch_arguments(plan))
     assert (launch.refused, launch.adaptive, launch.notes) == ("", None, ())
+
+
+def test_sglangs_line_has_the_jobs_backend_and_arguments() -> None:
+    engine = {"kind": "sglang", "attention_backend": "triton", "sglang_arguments": {"chunked_prefill_size": 4096}}
+    job, report = decided(use=USE)
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"engine": EngineSpec.model_validate(engine)})})
+    result = export(job, report, LLAMA, HEAD, target_model="org/model", hardware="h100")
+    [container] = result.objects.kubernetes[0]["spec"]["template"]["spec"]["containers"]
+    assert option(tuple(container["command"]), "--attention-backend") == "triton"
+    launch = result.sglang
+    assert option(launch.command, "--attention-backend") == "triton"
+    assert option(launch.command, "--chunked-prefill-size") == "4096"
+    on_cpu = export(job, report, LLAMA, HEAD, target_model="org/model", hardware="cpu")
+    assert option(on_cpu.sglang.command, "--attention-backend") == "intel_amx"
+    assert "measured with attention backend triton, which is not used on cpu" in on_cpu.notes
 
 
 def test_the_adaptive_file_comes_with_the_line_that_reads_it() -> None:

@@ -7,7 +7,7 @@ JSON in on standard input: `{"machines": {name: {"facts": {...}, "memory_mib": n
 A machine is emulated by SGLang's own hook for saying what kind of machine this is (`override_platform`) and by its
 memory. Resolution then runs as the server would run it before it loads anything: parse, `resolve_once`,
 `check_server_args`, and the drafter's model configuration. What kernels and model runners find out later is not
-reached; `eyrie_workers.sglang.profiles` holds those rules from reading them.
+reached; `eyrie_api.planning.sglang_attention` holds those rules from reading them.
 """
 
 import argparse

@@ -19,13 +19,13 @@ import torch
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import OFF, Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.sglang.capture_states import SglangStates
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.sglang.managed_engine import generate
 from eyrie_workers.sglang.process import SglangServer, start_sglang
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.sglang.servers import ServerPlan
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage

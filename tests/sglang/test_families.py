@@ -13,12 +13,12 @@ import pytest
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.prove import ParityReport
 from eyrie_api.contract.tuning import Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
-from eyrie_workers.sglang.profiles import profile
 from tests.sglang.servers import MODEL, TARGET, serving
 from tests.sglang.test_parity import parity
 from tests.sglang.trained_drafter import trained_drafter

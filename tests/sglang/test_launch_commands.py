@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.families import BLOCK_ALGORITHMS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_api.planning.sglang_attention import PROFILES, SglangHardware, profile
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import (
     LaunchPlan,
@@ -25,7 +26,6 @@ from eyrie_workers.sglang.launch import (
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.sglang.profiles import PROFILES, SglangHardware, profile
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands
@@ -55,6 +55,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # what tells a drafter of each from t
                    "block_size": 5, "mask_token_id": 1, "target_layer_ids": [1, 3]}}}
 DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "flashinfer", "mi300x": "triton"}
 """What a drafter of blocks is computed with, by machine."""
+
+FURTHER = EngineSpec.model_validate({"kind": "sglang", "sglang_arguments": {
+    "chunked_prefill_size": 2048, "mem_fraction_static": 0.5, "disable_prefill_cuda_graph": True,
+    "disable_decode_cuda_graph": True, "disable_overlap_schedule": True}})
 
 KINDS = {"chain": (), "tree": (TREE, NGRAM), "ngram-tree": (NGRAM_TREE,)}
 PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size",
@@ -138,6 +142,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             for setting in (CHAIN,) if algorithm in BLOCK_ALGORITHMS else (CHAIN, TREE):
                 found.add_variants(f"family {machine} {algorithm} {setting.label()}",
                                found.other(algorithm, machine, setting))
+        further = replace(profile(machine), given_fraction=0.5)
+        found.add_variants(f"further {machine}", replace(found.plan(machine, "llama"), engine=FURTHER, machine=further))
     add_features(found, root)
     for name, (plan, line) in rejected_commands(found, root).items():
         found.add(name, plan, line)
@@ -283,6 +289,16 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
         else:
             assert (on["speculative_num_steps"], on["speculative_eagle_topk"]) == (
                 setting.tree.num_steps, setting.tree.top_k)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_further_arguments_are_resolved_as_given_and_leave_the_variants_equal(
+        machine: str, answers: dict[str, Any]) -> None:
+    on, off = (resolved(answers, f"further {machine} {variant}")["everything"] for variant in (CHAIN.label(), "off"))
+    assert on == off
+    assert (off["chunked_prefill_size"], off["mem_fraction_static"], off["disable_overlap_schedule"]) == (
+        "2048", "0.5", "True")
+    assert off["cuda_graph_config"].count("disabled") == 2
 
 
 def test_the_setting_is_resolved_as_given(answers: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.measure.benchmark.losslessness import explain
@@ -18,7 +19,6 @@ from eyrie_workers.sglang.capture_states import SglangStates
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.sglang.process import SglangServer, plugin_root, start_sglang
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.sglang.servers import ServerPlan
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.state_source import open_local, reference_states

@@ -7,6 +7,7 @@ import pytest
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.measure.intervals import acceptance_length, add_histograms
@@ -15,7 +16,6 @@ from eyrie_workers.measure.parity_reference import histogram_of, reference_round
 from eyrie_workers.sglang.checkpoints import read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.ngram_trie import TrieDrafter

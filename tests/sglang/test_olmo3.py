@@ -15,13 +15,13 @@ import torch
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.measure.parity import request_answers
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.sglang.process import SglangServer, start_sglang
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.config import choose_aux_layers
 from eyrie_workers.targets.loading import load_target

@@ -12,6 +12,7 @@ from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.prove import ParityReport
 from eyrie_api.contract.tuning import Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.data.suites import load_suite
 from eyrie_workers.drafters.checkpoint import read_config
@@ -23,7 +24,6 @@ from eyrie_workers.measure.parity_under_load import request_under_load, requests
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 from tests.sglang.summary import add_to_summary

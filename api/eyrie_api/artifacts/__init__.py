@@ -197,6 +197,14 @@ def verify_part(path: Path, leave_out: Sequence[str] = ()) -> None:
                                   "damage", RUN_AGAIN)
 
 
+def installed_version() -> str:
+    """Version of the package; that of a checkout which runs by PYTHONPATH alone is not known."""
+    try:
+        return importlib.metadata.version("eyrie")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"
+
+
 @cache
 def code_version() -> str:
     """Version and digest of Eyrie's source code, part of cache keys and reports."""
@@ -208,8 +216,4 @@ def code_version() -> str:
     for root in roots:
         for path in sorted(root.rglob("*.py")):
             sha.update(path.name.encode() + b"\0" + path.read_bytes())
-    try:
-        version = importlib.metadata.version("eyrie")
-    except importlib.metadata.PackageNotFoundError:
-        version = "0+source"
-    return f"{version}+{sha.hexdigest()[:12]}"
+    return f"{installed_version()}+{sha.hexdigest()[:12]}"

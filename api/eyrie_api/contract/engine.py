@@ -11,6 +11,29 @@ SGLANG_PROGRAM = "EYRIE_SGLANG_PROGRAM"
 """Variable with the command that starts SGLang, in shell syntax; default `python -m sglang.launch_server`."""
 
 EngineKind = Literal["embedded", "sglang"]
+AttentionBackend = Literal["fa3", "flashinfer", "triton", "trtllm_mha", "aiter", "intel_amx"]
+
+
+class SglangArguments(Frozen):
+    """Further arguments of the servers, named as SGLang names them; there are no others. They change speed and memory,
+    answers by rounding alone, and are equal with and without a drafter."""
+
+    chunked_prefill_size: int | None = Field(None, ge=64, le=2**20, multiple_of=64)
+    """Tokens of prompts that one step computes, at most. SGLang's default follows from the GPU's memory."""
+
+    mem_fraction_static: float | None = Field(None, ge=0.05, le=0.98)
+    """Share of a GPU's memory for weights and KV cache of all servers on it. Default: computed from its size. Lower it
+    where a server runs out of memory, or other programs use the GPU."""
+
+    disable_prefill_cuda_graph: bool = False
+    """Record no CUDA graphs of prefill, which shortens each start."""
+
+    disable_decode_cuda_graph: bool = False
+    """Record no CUDA graphs of decoding, for a GPU or driver on which recording fails. Each step then waits for the
+    launch of every kernel."""
+
+    disable_overlap_schedule: bool = False
+    """Schedule the next batch after the GPU has computed the one before. On a CPU it is always so."""
 
 
 class EngineSpec(Frozen):
@@ -30,6 +53,13 @@ class EngineSpec(Frozen):
     """GPUs of all servers of a stage together, `num_gpus // tp_size` servers at a time; default: those that the stage
     sees. Only for SGLang."""
 
+    attention_backend: AttentionBackend | None = None
+    """SGLang's attention kernels. Default: chosen for the GPU, the target and all compared settings. A job whose GPU,
+    target or draft trees it does not serve is refused."""
+
+    sglang_arguments: SglangArguments = SglangArguments()
+    """Further arguments of every server of the job. Only for SGLang."""
+
     @model_validator(mode="before")
     @classmethod
     def _kind_alone(cls, value: Any) -> Any:
@@ -40,6 +70,10 @@ class EngineSpec(Frozen):
         if self.kind == "embedded" and (self.tp_size > 1 or self.num_gpus is not None):
             field, value = ("num_gpus", self.num_gpus) if self.tp_size == 1 else ("tp_size", self.tp_size)
             raise ValueError(f"engine.{field} is {value} and engine.kind is 'embedded', which computes on one device: "
+                             "remove the field, or set engine.kind to 'sglang'")
+        if self.kind == "embedded" and (self.attention_backend or self.sglang_arguments != SglangArguments()):
+            field = "attention_backend" if self.attention_backend else "sglang_arguments"
+            raise ValueError(f"engine.{field} is set and engine.kind is 'embedded', which has no servers of SGLang: "
                              "remove the field, or set engine.kind to 'sglang'")
         if self.num_gpus is not None and self.num_gpus < self.tp_size:
             raise ValueError(f"engine.num_gpus is {self.num_gpus}, fewer than the engine.tp_size {self.tp_size} of one "

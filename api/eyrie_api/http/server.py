@@ -5,7 +5,6 @@ caller runs the chores (`eyrie_api.chores.worker.ChoreLoop`) and passes `wake`, 
 dispatched at once rather than at the next tick.
 """
 
-import importlib.metadata
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from eyrie_api.artifacts import installed_version
 from eyrie_api.contract.status import Problem
 from eyrie_api.database.engine import Database
 from eyrie_api.http import api_page, problems
@@ -67,7 +67,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     """
     database = database or Database(settings.resolved_database_url)
     control = Control.over(settings, database, wake, checks, queues)
-    app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
+    app = FastAPI(title="Eyrie", version=installed_version(), description=DESCRIPTION,
                   responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads, docs_url=None, redoc_url=None)
     app.state.control = control
     app.state.event_fanout = EventFanout(database, settings.sse_poll_s)

@@ -153,13 +153,17 @@ def gpus_of(environment: Mapping[str, str], devices: Path = DEVICES) -> tuple[st
     return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
 
 
+def gpu_names_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """What NVIDIA's driver calls the GPUs of this machine; empty where this machine uses none."""
+    return [] if not gpus_of(os.environ) else [
+        line.removeprefix("Model:").strip() for file in driver.glob("*/information")
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("Model:")]
+
+
 def gpu_memory_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | None:
-    """The most memory of a GPU of this machine by the names that NVIDIA's driver gives them; None where that of any is
-    not known, or this machine uses none."""
-    if not gpus_of(os.environ):
-        return None
-    names = [line.removeprefix("Model:").strip() for file in driver.glob("*/information")
-             for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("Model:")]
+    """The most memory of a GPU of this machine by its name; None where that of any is not known, or this machine uses
+    none."""
+    names = gpu_names_here(driver)
     sizes = [memory_of(name) for name in names]
     known = [size for size in sizes if size is not None]
     return max(known) if known and len(known) == len(sizes) else None

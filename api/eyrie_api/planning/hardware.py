@@ -213,9 +213,11 @@ def static_fraction(memory_gib: float) -> float:
     return math.floor(100 * (1 - reserved_mib / (1024 * memory_gib) - 0.02)) / 100
 
 
-def served_memory(device: int) -> int:
-    """What a server of SGLang has of a GPU for weights and KV cache."""
-    return device if device < _SMALLEST_SERVER_GIB * _GIB else int(device * static_fraction(device / _GIB))
+def served_memory(device: int, given: float | None = None) -> int:
+    """What a server of SGLang has of a GPU for weights and KV cache; the job may give the share."""
+    if given is None and device < _SMALLEST_SERVER_GIB * _GIB:
+        return device
+    return int(device * (given or static_fraction(device / _GIB)))
 
 
 def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool,
@@ -228,12 +230,14 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
     memory    bytes of a GPU by its label; a job may name none
     """
     too_small: dict[_Holder, list[str]] = {}
+    given = job.spec.engine.sglang_arguments.mem_fraction_static
     for place, holder in _holders(job, serves):
         device = memory(holder.gpu_type)
-        if device is not None and (weights > holder.num_gpus * served_memory(device) if holder.is_server
+        if device is not None and (weights > holder.num_gpus * served_memory(device, given) if holder.is_server
                                    else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
-    return [_error(holder, places, facts, weights if holder.is_server else computed, memory(holder.gpu_type) or 0)
+    return [_error(holder, places, facts, given, weights if holder.is_server else computed,
+                   memory(holder.gpu_type) or 0)
             for holder, places in too_small.items()]
 
 
@@ -277,10 +281,11 @@ def fitting_sizes(facts: TargetFacts) -> list[int]:
     return [size for size in range(1, min(facts.num_heads, 64) + 1) if undivided(facts, size) is None]
 
 
-def _error(holder: _Holder, places: list[str], facts: TargetFacts, weights: int, device: int) -> GpuTooSmall:
+def _error(holder: _Holder, places: list[str], facts: TargetFacts, given: float | None, weights: int,
+           device: int) -> GpuTooSmall:
     gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
     has = "has" if holder.num_gpus == 1 else "have"
-    served = served_memory(device)
+    served = served_memory(device, given)
     needed = weights / holder.num_gpus * (device / served if holder.is_server else 1)
     larger = f"name a type of GPU with more than {size(needed)}"
     enough = next((number for number in fitting_sizes(facts) if number * served >= weights), None)

@@ -55,6 +55,7 @@ from eyrie_api.planning.facts import (
     WITHOUT_A_NUMBER,
     Facts,
     gpu_memory_here,
+    gpu_names_here,
     gpus_of,
     has_sglang,
     is_missing,
@@ -78,6 +79,7 @@ from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.resolve import block_chain, held_out_prompts, resolve
 from eyrie_api.planning.reuse import asks_the_same, jobs_with_answers, stores_the_same
+from eyrie_api.planning.sglang_attention import PROFILES, choose_attention, labelled, needs_of, preferred
 from eyrie_api.planning.sglang_support import (
     SGLANG_VERSION,
     SUPPORTED_BY_SGLANG,
@@ -343,7 +345,7 @@ def layers_are_distinct(submission: Submission) -> None:
 
 
 def windows_are_of_chains(submission: Submission) -> None:
-    """SGLang applies a drafter's sliding window in chains only (`eyrie_workers.sglang.profiles`)."""
+    """SGLang applies a drafter's sliding window in chains only (`sglang_attention.attention_problem`)."""
     widest = max(submission.job.spec.tune.top_k)
     if submission.job.spec.engine.kind != "sglang" or widest == 1:
         return
@@ -444,6 +446,28 @@ def engine_can_compute(submission: Submission) -> None:
             require_capture(architectures[0])
         elif architectures and algorithm in BLOCK_ALGORITHMS:
             require_block_capture(architectures[0])
+
+
+def attention_backend_serves(submission: Submission) -> None:
+    """The attention backend that a job names serves its target and draft trees on GPUs that are known by name, else on
+    any; the stages apply the same rules to the machine that they find (`sglang_attention`)."""
+    job, spec, facts = submission.job, submission.job.spec, submission.facts
+    given = spec.engine.attention_backend
+    if given is None or not facts.config:
+        return
+    hardware = () if spec.prove.hardware is None else spec.prove.hardware.profiles
+    labels = gpu_names_here() if facts.profile is None else [
+        *(placed.gpu_type for stage, placed in job.gpus.items() if stage != "train"), job.serving_gpus.gpu_type,
+        *(measured.placement.gpu_type for measured in hardware)]
+    known = [machine for label in dict.fromkeys(labels) if (machine := labelled(label)) is not None]
+    if facts.engine_device(job.gpus, job.serving_gpus) == "cpu":
+        known = [PROFILES["cpu"]]
+    widths = {0, spec.benchmark.tree.top_k, *(spec.tune.top_k if "tune" in spec.stages else ())}
+    windowed = any(candidate.drafter.sliding_window is not None for candidate in job.candidates)
+    needs = replace(needs_of(facts.config), windowed_draft=max(widths) if windowed else 0)
+    gpus = [machine for machine in PROFILES.values() if machine.platform != "cpu"]
+    for machine in known or [machine for machine in gpus if given in preferred(machine, needs)][:1] or gpus[:1]:
+        choose_attention(machine, needs, widths, given)
 
 
 def target_is_computed(submission: Submission) -> None:
@@ -646,10 +670,10 @@ def training_steps_fit(submission: Submission) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, states_are_captured,
-    quantised_weights_are_computed, target_files_are_whole, heads_are_divided, layers_have_sglang_ids,
-    blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist, shards_fit_the_pod,
-    vocabularies_fit, training_steps_fit)
+    layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, attention_backend_serves,
+    states_are_captured, quantised_weights_are_computed, target_files_are_whole, heads_are_divided,
+    layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist,
+    shards_fit_the_pod, vocabularies_fit, training_steps_fit)
 """In order: later ones assume what earlier ones have checked."""
 
 

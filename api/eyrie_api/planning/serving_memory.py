@@ -32,7 +32,8 @@ def serving_memory(work: PlannedWork, gpu_type: str | None, num_gpus: int,
     device = memory_of(gpu_type) or gpu_memory
     if device is None:
         return None
-    of_one = served_memory(device) if spec.engine.kind == "sglang" else usable_bytes(device)
+    given = spec.engine.sglang_arguments.mem_fraction_static
+    of_one = served_memory(device, given) if spec.engine.kind == "sglang" else usable_bytes(device)
     drafter = max((work.drafter(candidate).parameters for candidate in work.job.candidates), default=0) * element
     repeated = num_gpus if target.latent is not None else max(1.0, num_gpus / target.num_kv_heads)
     tokens = max(_CONTEXT_TOKENS, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)

@@ -24,6 +24,7 @@ from eyrie_api.decisions.certification import certification
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.planning.facts import read_config, stored_dtype, target_dir
+from eyrie_api.planning.sglang_attention import SglangHardware, preferred, profile
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_api.planning.target_files import read_object
 from eyrie_operator.manifests.export import (
@@ -38,7 +39,6 @@ from eyrie_operator.manifests.export import (
 from eyrie_operator.manifests.pods import ADAPTIVE_FILE
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS
-from eyrie_workers.sglang.profiles import SglangHardware, profile
 
 ASSUMED_HARDWARE = "h100"
 
@@ -75,15 +75,19 @@ def export(job: Job, report: JobReport, target: dict[str, Any], drafter: dict[st
         engine_used = None if report.tune is None else report.tune.engine
         named = "cpu" if engine_used is not None and engine_used.device.startswith("cpu") else ASSUMED_HARDWARE
         notes.append(f"the lines are for {named}: --hardware names another")
-    machine = profile(named)
+    measured = job.spec.engine
+    machine = replace(profile(named), given_fraction=measured.sglang_arguments.mem_fraction_static)
     dtype = served_dtype(job.spec.target.dtype, stored_dtype(target), machine)
     if proof is not None and drafted and proof.environment.dtype != dtype:
         notes.append(f"measured in {proof.environment.dtype}, and served in {dtype}: certify it there (eyrie certify "
                      "--off URL --drafted URL)")
+    checkpoint = read_target(target_model, target, job.spec.target.revision)
+    if measured.attention_backend not in (None, *preferred(machine, checkpoint.attention)):
+        notes.append(f"measured with attention backend {measured.attention_backend}, which is not used on {named}")
+        measured = measured.model_copy(update={"attention_backend": None})
     served = ServedDecision(
         name=job.spec.name or job.id, model=Path(job.spec.target.model).name, dtype=dtype,
-        target=read_target(target_model, target, job.spec.target.revision), machine=machine,
-        tp_size=job.spec.engine.tp_size,
+        target=checkpoint, machine=machine, tp_size=measured.tp_size, engine=measured,
         max_running_requests=job.spec.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS)
     if drafted:
         assert proof is not None

@@ -35,6 +35,7 @@ from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing, EyrieError
 from eyrie_api.planning.facts import read_config, target_dir
 from eyrie_api.planning.placement import merge_placement
+from eyrie_api.planning.sglang_attention import profile as machine_profile
 from eyrie_api.settings import Settings
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
@@ -57,7 +58,6 @@ from eyrie_workers.sglang.checkpoints import (
     read_target,
 )
 from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
-from eyrie_workers.sglang.profiles import profile as machine_profile
 from eyrie_workers.targets.model_cache import revision_link
 
 log = logging.getLogger(__name__)
@@ -228,13 +228,15 @@ class Deployments:
         return EmbeddedEnginePods(path, argv)
 
     def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangPods:
-        machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
+        engine = serving.serve.engine
+        machine = replace(machine_profile(serving.serve.hardware_profile or self._given.hardware_profile),
+                          given_fraction=engine.sglang_arguments.mem_fraction_static)
         target = self._target(endpoint, serving)
         if self._cached(serving.target) is not None:
             target = replace(target, model=self._served_path(serving.target), revision=None)
         return SglangPods(LaunchPlan(
             target=target, machine=machine, served_model_name=endpoint.model,
-            dtype=serving.target.dtype, tp_size=max(serving.serve.engine.tp_size, placement.num_gpus),
+            dtype=serving.target.dtype, tp_size=max(engine.tp_size, placement.num_gpus), engine=engine,
             max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))
 
     def _target(self, endpoint: Endpoint, serving: Serving) -> TargetCheckpoint:

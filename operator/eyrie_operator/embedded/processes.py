@@ -218,7 +218,7 @@ def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path)
             max_concurrency=serve.max_concurrency or EMBEDDED_CONCURRENCY).argv(ready_file)
     argv = [sys.executable, "-m", "eyrie_workers.sglang.serve", "--target", str(target), "--model", model,
             "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype,
-            "--tp-size", str(serve.engine.tp_size), "--ready-file", str(ready_file)]
+            "--engine", serve.engine.model_dump_json(), "--ready-file", str(ready_file)]
     if serve.max_concurrency is not None:
         argv += ["--max-concurrency", str(serve.max_concurrency)]
     return argv

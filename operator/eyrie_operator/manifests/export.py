@@ -13,9 +13,11 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.targets import Dtype, is_hub_id
 from eyrie_api.contract.tuning import DrafterUse
+from eyrie_api.planning.sglang_attention import Platform, SglangHardware
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import Manifest, object_name
 from eyrie_operator.manifests.pods import ADAPTIVE_DIR, ADAPTIVE_FILE, ANY_HOST, literal
@@ -27,7 +29,6 @@ from eyrie_workers.sglang.launch import (
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.sglang.profiles import Platform, SglangHardware
 
 ServingEngine = Literal["sglang", "vllm"]
 
@@ -62,6 +63,9 @@ class ServedDecision:
     """The drafter is the target's own MTP layers."""
 
     tp_size: int = 1
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    """Attention backend and further arguments of SGLang."""
+
     max_running_requests: int = 48
 
 
@@ -86,7 +90,7 @@ def sglang_launch(served: ServedDecision, host: str = "127.0.0.1", adaptive_path
         target=served.target, machine=served.machine, served_model_name=served.model, drafter=served.drafter,
         setting=served.use.setting, map=served.use.map, adaptive_path=adaptive_path, host=host, port=PORT,
         dtype=served.dtype, context_length=served.use.context_length, tp_size=served.tp_size,
-        max_running_requests=served.max_running_requests)
+        engine=served.engine, max_running_requests=served.max_running_requests)
     notes = []
     if served.use.map is not None and served.machine.platform == "cpu":
         plan = replace(plan, map=None)  # the server would end with NotImplementedError

@@ -104,8 +104,6 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
     line = (*deployment.cluster.python, "-m", GUARDED_MODULE, *launch_arguments(plan))
     environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
-    if plan.plugin_root is not None:
-        environment["PYTHONPATH"] = plan.plugin_root
     return EngineLine(command=literal(line), ready_path="/ready", environment=environment,
                       adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
                       plugin=plan.plugin_root is not None, judged=judged)

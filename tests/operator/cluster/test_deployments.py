@@ -28,6 +28,7 @@ from eyrie_operator.manifests.deployment import (
     StoredDrafter,
     Undeployable,
 )
+from eyrie_workers.sglang.launch import launch_arguments
 from tests.api.artifacts.conftest import make_bucket
 from tests.api.samples import benchmark_report, finish_stage, job_body
 from tests.operator.manifests.samples import CHAIN, CORE, endpoint, revision
@@ -77,6 +78,17 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert made.cluster.gateway.hostnames == ("chat.example.org",)
     assert made.cluster.run_as == 0
     assert (made.fetch_image, made.fetch_python) == ("eyrie:test", ("python3",))  # SGLang's image has no Eyrie in it
+
+
+def test_the_jobs_arguments_are_in_the_command_of_sglangs_pods(tmp_path: Path) -> None:
+    serve = EndpointServeSpec.model_validate({"engine": {"kind": "sglang", "attention_backend": "triton",
+        "sglang_arguments": {"disable_decode_cuda_graph": True, "mem_fraction_static": 0.5}}})
+    made = deployed(tmp_path, serve)
+    assert isinstance(made.engine, SglangPods)
+    line = launch_arguments(made.engine.plan)
+    assert line[line.index("--attention-backend") + 1] == "triton"
+    assert line[line.index("--mem-fraction-static") + 1] == "0.5"
+    assert "--disable-decode-cuda-graph" in line
 
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from eyrie_api.contract.placement import Placement, S3Work, SecretVariable, Volu
 from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_api.contract.targets import JobTarget
 from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
@@ -23,7 +24,6 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.launch import LaunchPlan
-from eyrie_workers.sglang.profiles import profile
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))

@@ -18,6 +18,7 @@ from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.targets import JobTarget
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
@@ -30,7 +31,6 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_workers.sglang.plugin_files import PACKAGE
-from eyrie_workers.sglang.profiles import profile
 from tests.operator.manifests.samples import (
     ADAPTIVE,
     CHAIN,

@@ -12,6 +12,7 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.tuning import Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.check import check_directory
@@ -19,7 +20,6 @@ from eyrie_workers.drafters.family import family_named
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.targets.config import parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target

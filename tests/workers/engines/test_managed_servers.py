@@ -1,15 +1,16 @@
 """The command lines of a comparison's servers: equal in everything but drafting."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eyrie_api.contract.engine import DraftTreeShape, EngineKind
+from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
-from eyrie_workers.sglang.profiles import profile
 from eyrie_workers.sglang.servers import DrafterUses, ServerPlan, command_line
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
@@ -48,6 +49,13 @@ def test_sglang_variants_differ_in_drafting_and_in_the_fraction_of_the_remaining
         left -= left * fraction
     assert taken == pytest.approx([taken[0]] * 3, rel=0.02)
     assert left > taken[0]  # the reference engine of the parity gate fits too
+
+
+def test_servers_share_the_fraction_that_the_job_names(target: Path, uses: DrafterUses, tmp_path: Path) -> None:
+    engine = EngineSpec.model_validate({"kind": "sglang", "sglang_arguments": {"mem_fraction_static": 0.4}})
+    plan = replace(plan_for("sglang", target, "h100"), engine=engine)
+    fractions = [value(command_line(plan, name, uses, tmp_path), "--mem-fraction-static") for name in uses]
+    assert fractions == ["0.1", "0.111", "0.125"]  # equal shares of 0.4, of what is left; one for the reference engine
 
 
 def test_a_windowed_candidate_and_an_incumbent_that_drafts_trees_share_an_attention_backend(

@@ -1,11 +1,13 @@
 """The SGLang process, with a program in its place that behaves like it at start and stop."""
 
+import os
 import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import packaging
 import pytest
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
@@ -142,6 +144,27 @@ def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path
     server = start_sglang((), tmp_path / "server", environment={"PYTHONPATH": root},
                           prefix=(sys.executable, "-c", "print('began')"))
     assert server.process.wait(60) == 0, server.log_file.read_text()
+
+
+@pytest.mark.parametrize(("torch", "given", "backend"), [
+    ("2.11.0+cu130", None, "python"), ("2.14.1+cpu", None, None), ("2.11.0", "rust", "rust"), (None, None, None)])
+def test_sglang_s_prefix_cache_is_in_python_with_another_torch_than_it_was_compiled_for(
+        torch: str | None, given: str | None, backend: str | None, tmp_path: Path) -> None:
+    for name, version, asks in (("sglang", "0.5.23", "Requires-Dist: torch==2.14.1\n"), ("torch", torch, "")):
+        if version is not None:
+            made = tmp_path / "site" / f"{name}-{version}.dist-info"
+            made.mkdir(parents=True)
+            (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{asks}")
+    (tmp_path / "site" / "packaging").symlink_to(Path(packaging.__file__).parent)
+    # As SGLang finds its plugins.
+    code = ("import importlib.metadata as m, os; [p.load()() for p in m.entry_points(group='sglang.srt.plugins')]; "
+            "print(os.environ.get('SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND'))")
+    variables = {"PYTHONPATH": f"{plugin_root(tmp_path)}{os.pathsep}{tmp_path / 'site'}"}
+    if given is not None:
+        variables["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = given
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=variables, text=True, capture_output=True, check=True)
+    assert done.stdout.strip() == str(backend)
+    assert ("torch 2.11.0+cu130 is installed" in done.stderr) == (backend == "python")
 
 
 def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:

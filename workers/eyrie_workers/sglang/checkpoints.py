@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.contract.families import FAMILIES, SGLangAlgorithm
+from eyrie_api.planning.sglang_attention import AttentionNeeds, needs_of
 from eyrie_api.planning.sglang_support import (
     SUPPORTED_BY_SGLANG,
     Unlaunchable,
@@ -17,12 +18,10 @@ from eyrie_api.planning.sglang_support import (
     holds_mtp_layers,
     positive_integer,
 )
-from eyrie_workers.sglang.profiles import AttentionNeeds
+from eyrie_api.planning.target_config import SLIDING
 
-SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
 _UNLIMITED = 2**31 - 1
-_SINK_ARCHITECTURES = ("GptOssForCausalLM",)
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,10 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
         raise Unlaunchable(f"target {model!r}: config.json has rope_parameters by layer type, as transformers 5 "
                            "saves them, which SGLang ignores", "write the full_attention entry as "
                            "rope_scaling and its rope_theta at the top level, as in the published checkpoints")
-    kinds = text.get("layer_types") or ()
-    linear = LINEAR in kinds or bool(text.get("linear_num_key_heads"))
-    windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
     return TargetCheckpoint(
         model=model, revision=revision, architecture=str(architectures[0]),
         num_layers=positive_integer(text, "num_hidden_layers", model), context_length=context_length(text, model),
-        attention=AttentionNeeds(
-            mla=bool(text.get("kv_lora_rank")), sliding=SLIDING in kinds or (not kinds and windowed),
-            sinks=str(architectures[0]) in _SINK_ARCHITECTURES, linear=linear),
+        attention=needs_of(config),
         experts=any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")),
         quantised=_quantised(config))
 

@@ -25,17 +25,19 @@ and from no environment variable, and a flag is visible in process lists and man
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eyrie_api.contract.engine import AttentionBackend, EngineSpec
 from eyrie_api.contract.families import BLOCK_ALGORITHMS, SGLangAlgorithm, sglang_families
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
+from eyrie_api.planning import sglang_attention
+from eyrie_api.planning.sglang_attention import SglangHardware
 from eyrie_api.planning.sglang_support import PLUGIN_ARCHITECTURES, Unlaunchable, require_block_capture, require_capture
 from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.plugin_files import PACKAGE
-from eyrie_workers.sglang.profiles import SglangHardware
 
 GUARDED_MODULE = "eyrie_workers.sglang.plugin.guarded"
 """Takes the arguments of `sglang.launch_server`; the server that it starts answers inference alone."""
@@ -74,6 +76,9 @@ class LaunchPlan:
     """Always given, because SGLang's default differs with speculation."""
 
     tp_size: int = 1
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    """With the attention backend and further arguments of the job. Its GPUs are not read."""
+
     key_file: str | None = None
     """A YAML file with the line `api-key: ...`, mounted from a Secret."""
 
@@ -82,14 +87,14 @@ class LaunchPlan:
 
     capture_dir: str | None = None
     plugin_root: str | None = None
-    """Directory with the package `eyrie_workers`, if SGLang's interpreter does not have it installed."""
+    """Directory with the package that SGLang imports (`plugin_files`)."""
 
 
 @dataclass(frozen=True)
 class SharedServerArgs:
     """Arguments that must be equal in all variants of a comparison."""
 
-    attention_backend: str
+    attention_backend: AttentionBackend
     mem_fraction: float
     max_running_requests: int
     context_length: int
@@ -108,12 +113,13 @@ def shared_args(plan: LaunchPlan, other_settings: Sequence[Setting] = ()) -> Sha
         context_length = min(plan.target.context_length,
                              plan.drafter.context_length if plan.drafter is not None else plan.target.context_length)
     return SharedServerArgs(
-        attention_backend=profiles.choose_attention(plan.machine, attention_needs(plan), widths),
+        attention_backend=sglang_attention.choose_attention(
+            plan.machine, attention_needs(plan), widths, plan.engine.attention_backend),
         mem_fraction=plan.machine.mem_fraction, max_running_requests=plan.max_running_requests,
         context_length=context_length)
 
 
-def attention_needs(plan: LaunchPlan) -> profiles.AttentionNeeds:
+def attention_needs(plan: LaunchPlan) -> sglang_attention.AttentionNeeds:
     """What target and drafter together require of the backend under the plan's setting and map."""
     if plan.drafter is None or plan.drafter.sliding_window is None:
         return plan.target.attention
@@ -173,8 +179,8 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
     # With and without a drafter: all variants run one model class.
     if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.capture_dir is not None:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PACKAGE
-        if plan.plugin_root is not None:
-            variables["PYTHONPATH"] = plan.plugin_root
+    if plan.plugin_root is not None:
+        variables["PYTHONPATH"] = plan.plugin_root
     return variables
 
 
@@ -189,7 +195,7 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         "--max-running-requests", str(shared.max_running_requests),
         "--mem-fraction-static", f"{shared.mem_fraction:g}",
         "--attention-backend", shared.attention_backend,
-        "--page-size", str(profiles.PAGE_SIZES[shared.attention_backend]),
+        "--page-size", str(sglang_attention.PAGE_SIZES[shared.attention_backend]),
         "--tp-size", str(plan.tp_size), "--random-seed", "0", "--enable-metrics",
     ]
     if plan.target.revision is not None:
@@ -205,6 +211,10 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         line += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
     else:
         line += ["--cuda-graph-bs-decode", *map(str, profiles.captured_batches(shared.max_running_requests))]
+    for name, value in plan.engine.sglang_arguments.model_dump(
+            exclude_defaults=True, exclude={"mem_fraction_static"}).items():  # its value is in `shared`
+        if (flag := f"--{name.replace('_', '-')}") not in line:
+            line += [flag] if value is True else [flag, str(value)]
     if plan.key_file is not None:
         line += ["--config", plan.key_file]
     return (*line, *_speculation(plan, shared))
@@ -258,7 +268,7 @@ def check_launchable(plan: LaunchPlan, shared: SharedServerArgs) -> None:
     """Raises Unlaunchable for what SGLang rejects, ignores with a warning, or detects only after loading weights."""
     adaptive = adaptive_slots(plan) is not None
     widest = max(tree_width(plan.setting), 1 if adaptive else 0)
-    problem = profiles.attention_problem(plan.machine, attention_needs(plan), shared.attention_backend, widest)
+    problem = sglang_attention.attention_problem(plan.machine, attention_needs(plan), shared.attention_backend, widest)
     if problem is not None:
         raise Unlaunchable(*problem)
     if shared.context_length > plan.target.context_length:

@@ -1,6 +1,6 @@
 """The hardware of this machine: its profile, and which GPUs each server of a stage computes on.
 
-Separate from `profiles`, which the control plane imports and which therefore must not reach torch.
+Separate from `planning.sglang_attention`, which the control plane imports and which therefore must not reach torch.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.sglang.profiles import SglangHardware, profile
+from eyrie_api.planning.sglang_attention import SglangHardware, profile
 
 GpuGroup = tuple[str, ...]
 """Ids for CUDA_VISIBLE_DEVICES; empty: the server sees what the stage sees."""

@@ -3,7 +3,7 @@
 SGLang imports `eyrie_workers.sglang.plugin` in its own interpreter. Only that package, what it imports of ours
 and the `__init__` of the parents are copied, because the whole may be in site-packages: with those on its path SGLang
 would import our torch. In a cluster an init container of the stages' image copies them into a volume, so that SGLang's
-own images serve.
+own images serve. An entry point makes SGLang call `plugin.prefix_cache` in each of its processes.
 """
 
 import argparse
@@ -26,6 +26,11 @@ def place_plugin(root: Path) -> None:
         copy = root / file.relative_to(installed)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
+    installed_as = root / "eyrie_sglang-1.dist-info"
+    installed_as.mkdir(exist_ok=True)
+    (installed_as / "METADATA").write_text("Metadata-Version: 2.1\nName: eyrie-sglang\nVersion: 1\n")
+    (installed_as / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\neyrie = {PACKAGE}.prefix_cache:select_prefix_cache\n")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from eyrie_api.artifacts import write_atomically
+from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, report_error
 from eyrie_api.processes import free_port
@@ -35,7 +36,8 @@ from eyrie_workers.targets.config import read_json
 
 def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> LaunchPlan:
     """The launch plan of one engine on this machine. Raises Unlaunchable or InvalidInput."""
-    machine = detect_hardware()
+    engine = EngineSpec.model_validate_json(options.engine)
+    machine = replace(detect_hardware(), given_fraction=engine.sglang_arguments.mem_fraction_static)
     drafter = None
     if use.setting.method == "drafter" and use.drafter_dir is not None:
         drafter = read_drafter(use.drafter_dir, read_json(Path(use.drafter_dir) / "config.json"))
@@ -45,7 +47,7 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     if not max_requests:  # as many as this machine's memory holds next to the weights
         weights = sum(profiles.weights_on_disk(Path(model))
                       for model in (options.target, use.drafter_dir) if model is not None)
-        memory = profiles.available_bytes(machine, options.tp_size)
+        memory = profiles.available_bytes(machine, engine.tp_size)
         if machine.platform == "cpu":  # the share that SGLang takes of main memory
             memory = int(machine.mem_fraction * memory)
         max_requests = profiles.requests_that_fit(
@@ -54,7 +56,7 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     return LaunchPlan(
         target=target, machine=machine, served_model_name=options.model, drafter=drafter, setting=use.setting,
         map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, tp_size=options.tp_size, max_running_requests=max_requests)
+        context_length=use.context_length, tp_size=engine.tp_size, engine=engine, max_running_requests=max_requests)
 
 
 def main() -> NoReturn:
@@ -66,7 +68,7 @@ def main() -> NoReturn:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-concurrency", type=int, help="default: what the memory holds")
-    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--engine", default='"sglang"', help="an EngineSpec in JSON")
     parser.add_argument("--ready-file", type=Path, required=True)
     options = parser.parse_args()
     port = free_port(options.host)

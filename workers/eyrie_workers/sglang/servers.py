@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.engine import EngineKind, EngineSpec
 from eyrie_api.contract.model import Digest, Frozen
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.errors import EyrieError, Transient
+from eyrie_api.planning.sglang_attention import SglangHardware
 from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import (
     EngineCommand,
@@ -45,7 +46,6 @@ from eyrie_workers.sglang.launch import (
 )
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
 from eyrie_workers.sglang.process import launcher_command, plugin_root, start_sglang
-from eyrie_workers.sglang.profiles import SglangHardware
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -93,6 +93,9 @@ class ServerPlan:
     """The hardware SGLang runs on; default: this machine's."""
 
     tp_size: int = 1
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    """Attention backend and further arguments of SGLang's servers."""
+
     gpu_groups: tuple[GpuGroup, ...] = ()
     """The GPUs of each server, in the order of the variants; empty: all servers share what the stage sees."""
 
@@ -104,7 +107,8 @@ class ServerPlan:
 
     @property
     def hardware(self) -> SglangHardware:
-        return self.machine or detect_hardware()
+        return replace(self.machine or detect_hardware(),
+                       given_fraction=self.engine.sglang_arguments.mem_fraction_static)
 
     def is_adaptive(self, use: DrafterUse) -> bool:
         """Whether the engine changes its setting with the load according to the map of `use`."""
@@ -179,7 +183,7 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     common = LaunchPlan(
         target=read_target(str(target_dir), read_json(target_dir / "config.json"), None), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
-        tp_size=plan.tp_size, adaptive_path=str(directory / "adaptive.json"))
+        tp_size=plan.tp_size, engine=plan.engine, adaptive_path=str(directory / "adaptive.json"))
     if plan.captured is not None:
         common = replace(common, captured_layers=plan.captured.layer_ids, capture_dir=plan.captured.directory)
     plans: dict[str, LaunchPlan] = {}

@@ -1,6 +1,5 @@
 """Operational routes: liveness, readiness, Prometheus metrics, version, and what the files of jobs occupy."""
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated
@@ -13,7 +12,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import Response
 
-from eyrie_api.artifacts import code_version
+from eyrie_api.artifacts import code_version, installed_version
 from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.status import Endpoint, Version
 from eyrie_api.contract.storage import StoragePage
@@ -157,7 +156,7 @@ def metrics(request: Request, control: RequestControl) -> Response:
 @router.get("/version")
 def version() -> Version:
     """Which Eyrie answers."""
-    return Version(version=importlib.metadata.version("eyrie"), code_version=code_version())
+    return Version(version=installed_version(), code_version=code_version())
 
 
 @router.get("/v1alpha1/storage")

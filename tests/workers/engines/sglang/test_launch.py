@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.planning.hardware import static_fraction
+from eyrie_api.planning.sglang_attention import (
+    PROFILES,
+    AttentionNeeds,
+    SglangHardware,
+    attention_problem,
+    profile,
+)
+from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_workers.sglang.checkpoints import (
     DrafterCheckpoint,
     TargetCheckpoint,
@@ -24,16 +33,7 @@ from eyrie_workers.sglang.launch import (
     launch_environment,
     shared_args,
 )
-from eyrie_workers.sglang.profiles import (
-    PROFILES,
-    AttentionNeeds,
-    SglangHardware,
-    Unlaunchable,
-    attention_problem,
-    captured_batches,
-    profile,
-    static_fraction,
-)
+from eyrie_workers.sglang.profiles import captured_batches
 from tests.workers.engines.sglang.variants import comparison_commands, without_speculation
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
@@ -77,6 +77,36 @@ def test_settings_raced_against_each_other_share_a_backend_that_serves_them_all(
     lines = comparison_commands(plan(machine, CHAIN), [TREE, NGRAM])
     assert set(lines) == {"off", CHAIN.label(), TREE.label(), NGRAM.label()}
     assert len({tuple(value(line, flag) for flag in PINNED) for line in lines.values()}) == 1
+
+
+@pytest.mark.parametrize("machine", list(PROFILES))
+def test_further_arguments_are_equal_in_both_variants_and_only_those_of_the_job(machine: str) -> None:
+    engine = EngineSpec.model_validate({"kind": "sglang", "sglang_arguments": {
+        "chunked_prefill_size": 2048, "disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True,
+        "disable_overlap_schedule": True}})
+    lines = comparison_commands(plan(machine, engine=engine))
+    off, on = lines["off"], lines[CHAIN.label()]
+    assert on[:len(off)] == off
+    plain = launch_arguments(plan(machine, OFF))
+    for flag in ("--chunked-prefill-size", "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph",
+                 "--disable-overlap-schedule"):
+        assert off.count(flag) == 1
+        assert (flag in plain) == (machine == "cpu" and flag == "--disable-overlap-schedule")
+    assert value(off, "--chunked-prefill-size") == "2048"
+
+
+def test_a_named_backend_is_kept_for_every_setting_or_refused_with_those_that_serve() -> None:
+    def named(backend: str, machine: str, setting: Setting = CHAIN) -> LaunchPlan:
+        return plan(machine, setting, engine=EngineSpec.model_validate(
+            {"kind": "sglang", "attention_backend": backend}))
+
+    for setting in (OFF, CHAIN, TREE):
+        assert shared_args(named("triton", "h100", setting)).attention_backend == "triton"
+    with pytest.raises(Unlaunchable, match=r"engine\.attention_backend is 'fa3'.* on b200") as refused:
+        shared_args(named("fa3", "b200"))
+    assert refused.value.hint == "use trtllm_mha or flashinfer or triton, or omit it"
+    with pytest.raises(Unlaunchable, match=r"engine\.attention_backend: .*chains only, and top_k is 4"):
+        shared_args(named("trtllm_mha", "b200", CHAIN), [TREE])
 
 
 def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_tree() -> None:

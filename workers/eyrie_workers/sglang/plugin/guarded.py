@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from eyrie_workers.engines.request_rules import RefusedBody, is_inference, read_values
+from eyrie_workers.sglang.plugin.prefix_cache import select_prefix_cache
 
 MAX_CHECKED_BYTES = 4 * 2**20
 """Larger bodies hold images; SGLang reads those alone, since parsing one twice costs memory and time."""
@@ -94,6 +95,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    select_prefix_cache()
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
     if arguments.tokenizer_worker_num != 1 or arguments.grpc_port is not None or os.environ.get("SGLANG_RUST_SERVER"):
