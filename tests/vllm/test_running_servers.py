@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from eyrie_api.processes import free_port
 from eyrie_workers.measure.running_servers import main
 from tests.sglang.trained_drafter import ROOT, trained_drafter
 from tests.vllm.test_vllm import LIMIT_S, TARGET, drafting
+from tests.waiting import wait_for
 
 FLAGS = ("--served-model-name", "quickstart", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
          "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 28), "--no-enable-prefix-caching", "--host",
@@ -36,11 +36,9 @@ def serving(log: Path, speculative_config: dict[str, Any] | None = None) -> Iter
              *drafts], stdout=output, stderr=subprocess.STDOUT, cwd=log.parent,
             env=os.environ | VARIABLES, start_new_session=True) as server:
         try:
-            url, ends = f"http://127.0.0.1:{port}", time.monotonic() + LIMIT_S
-            while not _is_ready(url):
-                if server.poll() is not None or time.monotonic() > ends:
-                    pytest.fail("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
-                time.sleep(1.0)
+            url = f"http://127.0.0.1:{port}"
+            wait_for(lambda: _is_ready(url), "vLLM answers", LIMIT_S, every_s=1.0, process=server,
+                     state=lambda: log.read_text(errors="replace")[-3000:])
             yield url
         finally:
             os.killpg(server.pid, 9)
