@@ -10,17 +10,17 @@ from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.planning.facts import Device, Facts, local_device
-from eyrie_api.planning.plan_work import TargetFacts
-from eyrie_api.planning.preflight import (
-    Submission,
+from eyrie_api.planning.checks import (
     attention_backend_serves,
     blocks_are_drafted_whole,
-    check,
     check_divided,
     engine_can_compute,
 )
+from eyrie_api.planning.facts import Device, Facts, local_device
+from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.preflight import check
 from eyrie_api.planning.resolve import resolve
+from eyrie_api.planning.submission import Submission
 from eyrie_api.settings import Settings
 from eyrie_api.unknown_fields import unknown_field_hint
 from tests.api.samples import job_body, job_spec, target_directory

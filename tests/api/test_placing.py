@@ -12,10 +12,12 @@ from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.contract.placement import JobPlacement, Placement, PlacementRequest, StageKey
 from eyrie_api.contract.stages import JOB_STAGES
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.checks import shards_fit_the_pod
 from eyrie_api.planning.facts import Facts
 from eyrie_api.planning.placement import merge_placement, read_profile, resolve_stage_placement
-from eyrie_api.planning.preflight import Submission, check, shards_fit_the_pod
+from eyrie_api.planning.preflight import check
 from eyrie_api.planning.resolve import resolve
+from eyrie_api.planning.submission import Submission
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec
 

@@ -9,10 +9,12 @@ import pytest
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.capacity import missing_here
 from eyrie_api.planning.facts import Facts, read_facts
-from eyrie_api.planning.preflight import Submission, check, missing_here, plan
+from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.resolve import derive, resolve
 from eyrie_api.planning.sglang_support import SGLANG_VERSION
+from eyrie_api.planning.submission import Submission
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec, target_directory
 
