@@ -15,8 +15,8 @@ from eyrie_api.contract.drafter import MarkovHeadKind
 from eyrie_workers.drafters.dspark import FAMILY
 from eyrie_workers.targets.model import TargetModel
 from tests.sglang.servers import environment, sglang_python
-from tests.workers.drafters.test_dflash import HIDDEN, VOCAB, target
-from tests.workers.drafters.test_dspark import KINDS, STEPS, drafter_for
+from tests.workers.drafters.test_dflash import HIDDEN, STEPS, VOCAB, target
+from tests.workers.drafters.test_dspark import KINDS, drafter_for
 
 __all__ = ["target"]  # the fixture
 PROGRAM = Path(__file__).with_name("markov_bias.py")

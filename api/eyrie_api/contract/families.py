@@ -31,8 +31,8 @@ TreeKind = Literal["chain", "static tree", "tree"]
 BLOCK_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("DFLASH", "DSPARK")
 """SGLang's algorithms for drafters of blocks: chains of a whole block, on GPUs alone."""
 
-_EAGLE3_VARIANTS, _DSPARK_VARIANTS = (
-    ("fc_norm", "norm_before_fc", "norm_output", "sliding_window"), ("markov_head", "markov_rank"))
+_EAGLE3_VARIANTS = ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
+_DSPARK_VARIANTS = ("markov_head", "markov_rank")
 VARIANT_FIELDS = (*_EAGLE3_VARIANTS, *_DSPARK_VARIANTS)
 """Fields of `DrafterSpec` that select a variant of a family (`DrafterFamily.variant_fields`)."""
 

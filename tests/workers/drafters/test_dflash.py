@@ -1,6 +1,7 @@
 """DFlash: the block as the paper reads plainly, serving against training, the export against what SGLang loads."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load, mask_token, read_dflash_config
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
-from eyrie_workers.drafters.family import open_drafter
+from eyrie_workers.drafters.family import FamilyImplementation, open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
@@ -116,10 +117,21 @@ def naive_stream(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, to
 
 
 def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(target: TargetModel) -> None:
-    drafter, packed, ends = drafter_for(target).double(), documents((9, 12), torch.float64), ends_of(target)
+    check_loss_and_gradients(FAMILY, drafter_for(target), target, lambda drafter, ends, aux, tokens: naive_marginals(
+        drafter, ends, aux, tokens[0]))
+
+
+LogitsOf = Callable[[DFlashDrafter, TargetEmbeddings, Tensor, list[int]], Sequence[Tensor] | Tensor]
+"""[V] logits of each step, from the aux states up to a root and the tokens after it: the settled one first."""
+
+
+def check_loss_and_gradients(family: FamilyImplementation, drafter: DFlashDrafter, target: TargetModel,
+                             logits_of: LogitsOf) -> None:
+    """Those of a batch, in float64, equal the ones that follow from plain logits."""
+    drafter, packed, ends = drafter.double(), documents((9, 12), torch.float64), ends_of(target)
     ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
     settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
-    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
+    outcome = family.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
     outcome.loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
              if parameter.grad is not None}
@@ -130,10 +142,11 @@ def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(target: Ta
         ids, aux, last = (x[start:start + length] for x in (packed.token_ids, packed.aux, packed.last))
         start += length
         for root in range(length // 2 - 1, length - 2):  # token root + 1 is of the answer, and root + 2 is there
-            log_q = naive_marginals(drafter, ends, aux[:root + 1], int(ids[root + 1])).log_softmax(-1)
-            for step in range(min(STEPS, length - 2 - root)):
+            steps = min(STEPS, length - 2 - root)
+            logits = logits_of(drafter, ends, aux[:root + 1], ids[root + 1: root + 1 + steps].tolist())
+            for step in range(steps):
                 p = (last[root + 1 + step] @ ends.lm_head.T).softmax(-1)
-                losses[step].append(-(p * log_q[step]).sum())
+                losses[step].append(-(p * logits[step].log_softmax(-1)).sum())
     weights = torch.tensor([0.7 ** step for step in range(STEPS)], dtype=torch.float64)
     expected = (torch.stack([torch.stack(step).mean() for step in losses]) * weights / weights.sum()).sum()
     expected.backward()

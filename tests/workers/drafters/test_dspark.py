@@ -10,7 +10,6 @@ from torch import Tensor
 
 from eyrie_api.contract.drafter import DrafterSpec, MarkovHeadKind
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer
 from eyrie_workers.drafters.dspark import FAMILY
@@ -19,11 +18,19 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.objective import StepContext
-from tests.workers.drafters.test_dflash import LAYERS, VOCAB, documents, ends_of, naive_stream, target
+from tests.workers.drafters.test_dflash import (
+    LAYERS,
+    STEPS,
+    VOCAB,
+    check_loss_and_gradients,
+    documents,
+    ends_of,
+    naive_stream,
+    target,
+)
 
 __all__ = ["target"]  # the fixture
-STEPS, RANK = 3, 5
+RANK = 5
 KINDS: tuple[MarkovHeadKind, ...] = ("vanilla", "gated", "rnn")
 CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
 
@@ -63,32 +70,7 @@ def naive_logits(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, to
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(kind: MarkovHeadKind,
                                                                       target: TargetModel) -> None:
-    drafter, packed, ends = drafter_for(target, kind).double(), documents((9, 12), torch.float64), ends_of(target)
-    ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
-    settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
-    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
-    outcome.loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
-             if parameter.grad is not None}
-    drafter.zero_grad()
-    losses: list[list[Tensor]] = [[] for _ in range(STEPS)]
-    start = 0
-    for length in packed.lengths:
-        ids, aux, last = (x[start:start + length] for x in (packed.token_ids, packed.aux, packed.last))
-        start += length
-        for root in range(length // 2 - 1, length - 2):
-            steps = min(STEPS, length - 2 - root)
-            logits = naive_logits(drafter, ends, aux[:root + 1], ids[root + 1: root + 1 + steps].tolist())
-            for step in range(steps):
-                p = (last[root + 1 + step] @ ends.lm_head.T).softmax(-1)
-                losses[step].append(-(p * logits[step].log_softmax(-1)).sum())
-    weights = torch.tensor([0.7 ** step for step in range(STEPS)], dtype=torch.float64)
-    expected = (torch.stack([torch.stack(step).mean() for step in losses]) * weights / weights.sum()).sum()
-    expected.backward()
-    torch.testing.assert_close(outcome.loss, expected, rtol=1e-6, atol=1e-6)
-    assert found.keys() == dict(drafter.named_parameters()).keys()
-    for name, parameter in drafter.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    check_loss_and_gradients(FAMILY, drafter_for(target, kind), target, naive_logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,5 +123,6 @@ def test_the_export_is_what_sglang_reads(target: TargetModel, tmp_path: Path) ->
 
 def test_the_head_belongs_to_dspark_alone(target: TargetModel) -> None:
     wanted = DrafterSpec(family="dflash", max_draft_tokens=STEPS, markov_head="gated")
-    with pytest.raises(InvalidInput, match=r"drafter\.markov_head is gated, which a dflash drafter does not have"):
+    with pytest.raises(InvalidInput, match=r"markov_head is gated, which a dflash drafter does not have") as caught:
         FAMILY.create(wanted, target.config, ends_of(target), LAYERS, DraftVocabulary(torch.arange(VOCAB), VOCAB), 1)
+    assert caught.value.hint == "leave drafter.markov_head out, or train dspark"

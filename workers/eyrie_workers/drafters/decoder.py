@@ -145,8 +145,9 @@ def decoder_config(spec: DrafterSpec, target: TargetConfig, family: str, num_lay
     """
     for name in VARIANT_FIELDS:
         if getattr(spec, name) and name not in FAMILIES[spec.family].variant_fields:
+            owners = ", ".join(row.name for row in FAMILIES.values() if name in row.variant_fields)
             raise InvalidInput(f"drafter.{name} is {getattr(spec, name)}, which a {spec.family} drafter does not have",
-                               f"leave drafter.{name} out, or use an eagle family")
+                               f"leave drafter.{name} out, or train {owners}")
     num_heads, num_kv_heads = head_counts(spec, target, default_num_heads or target.num_heads)
     own = replace(
         target, family=family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
