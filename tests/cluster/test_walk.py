@@ -32,7 +32,7 @@ if os.environ.get("EYRIE_TEST_CLUSTER") == "1":
     except ImportError as error:
         missing(f"{error.name} is not installed: make test-cluster installs it")
 
-LENIENT = {"min_speedup": 0.5, "require_confidence": False, "max_ttft_p99_ratio": 100.0,
+LENIENT = {"min_speedup": 0.1, "require_confidence": False, "max_ttft_p99_ratio": 100.0,
            "min_speedup_changed_prompt": 0.1}
 """A few requests, on a machine that does other things besides: whoever reads the figures judges them, and no test."""
 

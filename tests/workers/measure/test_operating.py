@@ -88,6 +88,11 @@ def test_a_map_without_a_crossover_says_how_far_it_looked() -> None:
     assert "keep it off" in compile_map([point(1, OFF), point(4, OFF)], [], 1.0).finding
 
 
+def test_a_load_that_the_race_left_open_is_named() -> None:
+    chart = compile_map([point(1, chain(3)).model_copy(update={"speedup": 0.9}), point(4, OFF)], [], 1.0)
+    assert "at concurrency 1 was too noisy to decide" in chart.finding
+
+
 def test_between_measured_loads_only_what_was_measured_somewhere_is_predicted() -> None:
     assert between([1, 4]) == [2]
     assert between([2, 24, 4]) == [8, 16]

@@ -17,6 +17,7 @@ from eyrie_workers.measure.tuner.race import (
     always_raced,
     within_budget,
 )
+from eyrie_workers.stages.tune import chosen
 
 TEMPERATURES = (0.0, 1.0)
 
@@ -92,6 +93,20 @@ def test_off_wins_when_speculation_does_not_pay_or_pays_too_little_to_notice() -
         race = race_of({OFF: 1.0, chain(3): speed})
         run(race, {OFF: 1.0, chain(3): speed})
         assert race.leader() == OFF
+
+
+def test_where_no_load_pays_and_a_race_was_too_noisy_to_show_it_the_proof_decides_at_that_load() -> None:
+    clear, noisy, unmeasured = (race_of({OFF: 1.0, chain(3): 0.9}) for _ in range(3))
+    run(clear, {OFF: 1.0, chain(3): 0.8})
+    run(noisy, {OFF: 1.0, chain(3): 0.95}, noise=0.5, seed=1)
+    run(unmeasured, {OFF: 1.0, chain(3): 0.8}, rungs=1)  # too short for an interval
+    assert {race.leader() for race in (clear, noisy, unmeasured)} == {OFF}
+    assert chosen({1: clear, 4: clear}) == {1: OFF, 4: OFF}
+    assert chosen({1: clear, 4: noisy}) == {1: OFF, 4: chain(3)}
+    assert chosen({1: noisy, 4: unmeasured}) == {1: chain(3), 4: OFF}, "the best estimate alone: each load must pay"
+    pays = race_of({OFF: 1.0, chain(3): 1.9})
+    run(pays, {OFF: 1.0, chain(3): 1.8})
+    assert chosen({1: pays, 4: noisy}) == {1: chain(3), 4: OFF}
 
 
 def test_a_prediction_that_was_too_high_lets_the_next_ones_in() -> None:

@@ -421,14 +421,14 @@ def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],
 
 def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[OperatingMap, tuple[Trial, ...]]:
     """The operating map, and every trial it is computed from."""
-    points, trials = [], []
+    points, trials, best_of = [], [], chosen(races)
     for concurrency, race in races.items():
-        best = race.leader()
+        best = best_of[concurrency]
         of_race = [tuning.trial(race, prediction, best) for prediction in race.predictions.values()]
-        chosen = next(trial for trial in of_race if trial.setting == best)
+        its = next(trial for trial in of_race if trial.setting == best)
         points.append(OperatingPoint(
             concurrency=concurrency, setting=best, speedup=race.estimate(best),
-            speedup_interval=chosen.speedup_interval, tokens_per_s=chosen.measured_tokens_per_s or 0.0, measured=True))
+            speedup_interval=its.speedup_interval, tokens_per_s=its.measured_tokens_per_s or 0.0, measured=True))
         trials += of_race
     tried = list({setting: None for race in races.values() for setting in race.blocks})
     points += [operating.predicted_point(tuning.profile.predictions(concurrency), tried)
@@ -437,6 +437,17 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
     shape = operating.depth_against_width(list(races[lowest].predictions.values()))
     remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
     return operating.compile_map(points, trials, seconds, remark), tuple(trials)
+
+
+def chosen(races: Mapping[int, Race]) -> dict[int, Setting]:
+    """The setting of each load: the race's leader. Where off leads at all loads, and the drafter is not shown to be no
+    faster at one of them, its best setting there, so that the proof decides."""
+    best = {concurrency: race.leader() for concurrency, race in races.items()}
+    if all(setting == OFF for setting in best.values()):
+        open_at = {race.estimate(setting): (concurrency, setting) for concurrency, race in races.items()
+                   if (setting := race.undecided()) is not None}
+        best.update([open_at[max(open_at)]] if open_at else [])
+    return best
 
 
 if __name__ == "__main__":

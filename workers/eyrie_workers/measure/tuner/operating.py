@@ -203,6 +203,10 @@ def _best(points: Sequence[OperatingPoint]) -> str:
 
 
 def _until(points: Sequence[OperatingPoint], crossover: int | None) -> str:
+    undecided = next((point for point in points if point.setting != OFF and point.speedup <= 1.0 + TIE), None)
+    if undecided is not None:
+        return (f"Whether speculation pays at concurrency {undecided.concurrency} was too noisy to decide here: the "
+                "proof measures it until it is clear.")
     if crossover is None:
         return f"Speculation pays at every load examined, up to {points[-1].concurrency}."
     if crossover == points[0].concurrency:

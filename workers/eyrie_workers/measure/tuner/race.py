@@ -17,7 +17,9 @@ temperature. Comparisons use the blocks that both settings have answered, by the
 (`intervals.anytime_interval`), over rungs and over prompts. Among settings that are not separated, the
 winner has the highest estimate, which combines prediction and measurement weighted by the inverse of their variances: a
 short race is noisier than a replay, a long one is not. Where the two disagree by more than their errors allow, the
-excess is attributed to the prediction. Speculation is chosen only when it wins by more than TIE: off is simpler.
+excess is attributed to the prediction. Speculation is chosen only when it wins by more than TIE: off is simpler. Where
+it wins at no load of the job, and at some load is not shown to lose, the proof decides at that load
+(`stages.tune.chosen`): it measures until it is clear, and a race that ran out of seconds decides nothing.
 """
 
 import math
@@ -208,6 +210,11 @@ class Race:
             return False
         interval = self.interval(setting, leader)
         return interval is not None and interval.high < 1.0 + TIE
+
+    def undecided(self) -> Setting | None:
+        """The drafter's best setting, where off leads and the measurements do not show that this one is no faster."""
+        best = self.best_drafted("drafter")
+        return None if best is None or self.leader() != OFF or self._beaten(best, OFF) else best
 
     @property
     def decided(self) -> bool:
