@@ -9,10 +9,11 @@ token of each user. The chain is `min_speedup` times as fast when
 and no tau is enough where that exceeds num_steps + 1 (`needed_tau`, which the tuner shares: it times its rounds and
 counts the prefill in the budget, `measure.tuner.predict`).
 
-A pass over n tokens is as long as the slower of two things (the roofline, Williams et al. 2009): reading the weights at
-the rate of one request, and computing n tokens at the rate of prefill. So a verified token costs nothing while the
-machine waits for memory, and all of its arithmetic with many users, where speculation loses. Of a mixture of experts a
-pass reads the experts of each token, at most all. The rates are those that the plan's hours rest on.
+A pass over n tokens reads the weights at the rate of one request, and computes each token after the first at the rate
+of prefill; the two are added. The roofline (Williams et al. 2009) takes the longer of them alone, so a verified token
+would cost nothing while the machine waits for memory; measured rounds of several users did not overlap them so well
+(docs/results/tuner.md). With many users a token costs all of its arithmetic, and speculation loses. Of a mixture of
+experts a pass reads the experts of each token, at most all. The rates are those that the plan's hours rest on.
 
 Not counted: the KV cache, the launch of kernels, sampling, and whatever else an engine does once per round. All of them
 are larger shares of a small target's round: the tuner's figures, from timed rounds, replace these.
@@ -46,10 +47,10 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
     weights_of = FAMILIES[drafter.family].drafting_weights or (lambda _sizes, depth: depth * drafter.parameters)
 
     def round_s(users: int, num_steps: int) -> float:
-        seconds = _pass_s(target.parameters, target.active_parameters, users * (num_steps + 1), rates)
+        seconds = pass_s(target.parameters, target.active_parameters, users * (num_steps + 1), rates)
         if num_steps:
             weights = weights_of(drafter.sizes, num_steps)
-            seconds += _pass_s(weights, weights, users, rates)
+            seconds += pass_s(weights, weights, users, rates)
         return seconds
 
     return tuple(NeededTau(users=users, num_steps=depth, tau=needed_tau(
@@ -58,10 +59,10 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
         for depth in _ascending(spec.tune.num_steps))
 
 
-def _pass_s(weights: int, active: int, tokens: int, rates: Rates) -> float:
+def pass_s(weights: int, active: int, tokens: int, rates: Rates) -> float:
     """Seconds of a pass over so many tokens; `active` of the weights compute each."""
-    read, computed = min(weights, active * tokens), active * tokens
-    return max(2.0 * read / (rates.single * 1e9), 2.0 * computed / (rates.prefill * 1e9))
+    read, computed = min(weights, active * tokens), active * (tokens - 1)
+    return 2.0 * read / (rates.single * 1e9) + 2.0 * computed / (rates.prefill * 1e9)
 
 
 def _ascending(numbers: Sequence[int]) -> list[int]:
