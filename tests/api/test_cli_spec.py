@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.cli.spec import build_job
+from eyrie_api.cli.spec import build_job, measurement
 from eyrie_api.errors import InvalidInput
 
 
@@ -89,3 +89,19 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(InvalidInput, match=r"job\.yaml"):
         build_job(file=file, target="t", data=["d"])
+
+
+def test_the_job_that_times_rounds_keeps_engine_drafter_and_grid_trains_one_step_and_serves_nothing() -> None:
+    job = build_job(target="org/model", data=["chats.jsonl"], settings=[
+        "engine.kind=sglang", "drafter.intermediate_size=512", "sweep.families=[eagle1, dflash]",
+        "tune.num_steps=[2, 4]", "tune.concurrencies=[1, 16]", "data.max_conversations=40", "train.epochs=9",
+        "promotion.min_speedup=1.3", "rivals=[{method: ngram}]"])
+    timed = measurement(job)
+    assert (timed.target, timed.engine) == (job.target, job.engine)
+    assert (timed.drafter.family, timed.drafter.intermediate_size) == ("eagle1", 512), "of the first candidate"
+    assert (timed.tune.num_steps, timed.tune.concurrencies, timed.promotion.min_speedup) == ((2, 4), (1, 16), 1.3)
+    assert (timed.train.max_steps, timed.train.num_checkpoints, timed.data.max_conversations) == (1, 1, 40)
+    assert (timed.promotion.mode, timed.serve.enabled, timed.rivals, timed.sweep.families) == (
+        "never", False, (), ())
+    with pytest.raises(InvalidInput, match="this job trains none"):
+        measurement(build_job(target="org/model", drafters=["org/head"], prompts=["chats.jsonl"]))

@@ -21,13 +21,14 @@ from rich.text import Text
 
 from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
-from eyrie_api.cli.spec import build_job, comparison
+from eyrie_api.cli.spec import build_job, comparison, measurement
 from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.plan import Plan
 from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
@@ -227,6 +228,9 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
 @app.command()
 @verb
 def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
+         measure: Annotated[bool, typer.Option(
+             "--measure", help="Time the rounds that the needed tau is computed from, by a job of minutes: a drafter "
+                               "of one training step in the job's engine.")] = False,
          server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Estimate a job's tokens, bytes and hours, with all assumptions, without running it.
 
@@ -234,11 +238,27 @@ def plan(target: Target = None, data: Data = None, file: File = None, settings: 
     """
     job = build_job(file=file, target=target, data=data or (), settings=settings or ())
     job = absolute_paths(job, server, target, data or ())
+    screen = Screen(as_json=as_json)
     with connect(server) as client:
         planned = client.plan(job)
-    Screen(as_json=as_json).show(planned, tables.plan_view(planned))
+        if measure and planned.possible:
+            planned = timed(client, job, planned, screen)
+    screen.show(planned, tables.plan_view(planned))
     if not planned.possible:
         raise typer.Exit(GpuTooSmall.exit_code)
+
+
+def timed(client: Client, job: JobSpec, planned: Plan, screen: Screen) -> Plan:
+    """The plan with the needed tau from timed rounds, after a job of `spec.measurement`. Raises JobFailed or
+    JobCancelled."""
+    created = client.create_job(measurement(job))
+    screen.note(f"job {created.id} times the rounds; its drafter is not trained, so what it decides means nothing")
+    progress = Screen(as_json=screen.as_json)
+    progress.out = progress.err if screen.as_json else progress.out  # stdout has the plan alone
+    watch.verdict(watch.watch(client, created.id, progress))
+    report = client.report(created.id)
+    assert report.tune is not None  # of a job that succeeded
+    return planned.model_copy(update={"needed_tau": report.tune.needed_tau, "timed_by": created.id})
 
 
 @app.command()

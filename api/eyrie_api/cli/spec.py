@@ -20,6 +20,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.rules import rule_of
 from eyrie_api.contract.targets import QUICKSTART
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.sweep import expand
 from eyrie_api.unknown_fields import unknown_field_hint
 
 _PROMPTS = 32
@@ -27,6 +28,9 @@ _PROMPTS = 32
 
 _SHIPPED_PROMPTS, _SHIPPED_BUDGET_S = 2, 8.0
 """Prompts of each shipped suite, and seconds of racing: with the shipped target a certificate takes two minutes."""
+
+_MEASURED_ROWS, _MEASURED_TOKENS, _MEASURED_S = 64, 64, 30.0
+"""Of the job that times rounds before anything is trained: conversations, tokens of an answer, seconds of racing."""
 
 
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
@@ -98,6 +102,31 @@ def certification(job: JobSpec, *, promote: bool) -> JobSpec:
     for section, field, value in fields:
         document.setdefault(section, {}).setdefault(field, value)
     return validate(document)
+
+
+def measurement(job: JobSpec) -> JobSpec:
+    """The job of `eyrie plan --measure`: the first candidate of `job` after one training step, for the seconds of its
+    rounds in the job's engine, which do not depend on what it has learned. Nothing is promoted. Raises InvalidInput for
+    a job that trains nothing.
+    """
+    if not job.trains:
+        raise InvalidInput("--measure times the rounds of a drafter that is to be trained, and this job trains none",
+                           "leave --measure out; eyrie certify measures drafters that exist")
+    document = job.model_dump(mode="json", exclude_unset=True, exclude={"sweep", "rivals"})
+    document["drafter"] = expand(job)[0].drafter.model_dump(mode="json", exclude_unset=True)
+    fields: dict[str, dict[str, Any]] = {
+        "data": {"max_conversations": min(_MEASURED_ROWS, job.data.max_conversations)},
+        "regenerate": {"max_new_tokens": min(_MEASURED_TOKENS, job.regenerate.max_new_tokens)},
+        "train": {"max_steps": 1, "num_checkpoints": 1},
+        "benchmark": {"temperatures": [0.0], "concurrencies": [1], "max_new_tokens": _MEASURED_TOKENS,
+                      "repeats": 1, "suites": [suite.model_copy(update={"max_prompts": 2}).model_dump(mode="json")
+                                               for suite in job.benchmark.suites]},
+        "tune": {"ngram": False, "max_prompts": 4, "temperatures": [0.0], "budget_s": _MEASURED_S},
+        "prove": {"requests": 8, "most_pairs": 8, "hardware": None},
+        "promotion": {"mode": "never", "must_beat": "incumbent"}, "serve": {"enabled": False}}
+    for section, values in fields.items():
+        document.setdefault(section, {}).update(values)
+    return validate(document | {"name": f"{job.name or 'plan'}-measured"})
 
 
 def comparison(job: JobSpec, families: Sequence[str] = (), rivals: Sequence[str] = ()) -> JobSpec:

@@ -30,7 +30,6 @@ from eyrie_api.contract.status import (
     StageState,
     StageStatus,
 )
-from eyrie_api.contract.tuning import NeededTau
 from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.planning.sweep import axes_words
 from eyrie_api.quantities import duration, size
@@ -283,7 +282,7 @@ def plan_view(plan: Plan) -> RenderableType:
         for candidate, rows in plan.candidate_rows.items():
             mixes.add_row(candidate, *(count(rows.get(name, 0)) for name in sources), count(sum(rows.values())))
         parts.append(mixes)
-    parts += _needed_tau_view(plan.needed_tau)
+    parts += _needed_tau_view(plan)
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
     parts += [Text(note) for note in plan.notes]
     if plan.serving is not None:
@@ -295,18 +294,19 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _needed_tau_view(needed: Sequence[NeededTau]) -> list[RenderableType]:
+def _needed_tau_view(plan: Plan) -> list[RenderableType]:
     """One line per number of users; empty where nothing is trained."""
-    if not needed:
+    if not plan.needed_tau:
         return []
-    depths = tuple(dict.fromkeys(f"DEPTH {row.num_steps}" for row in needed))
+    depths = tuple(dict.fromkeys(f"DEPTH {row.num_steps}" for row in plan.needed_tau))
     table = _table("TAU NEEDED", *depths, right=depths)
     by_users: dict[int, list[str]] = {}
-    for row in needed:
+    for row in plan.needed_tau:
         by_users.setdefault(row.users, []).append("-" if row.tau is None else f"{row.tau:.2f}")
     for users, cells in by_users.items():
         table.add_row(f"{users} user{'s' if users > 1 else ''}", *cells)
-    return [Text(), table, Text("Predicted: tokens per target pass that make a chain of that depth pay; "
+    how = "Predicted" if plan.timed_by is None else f"Timed by job {plan.timed_by}"
+    return [Text(), table, Text(f"{how}: tokens per target pass that make a chain of that depth pay; "
                                 "-: none does, speculation loses\n")]
 
 

@@ -203,8 +203,11 @@ class Plan(Frozen):
     candidates have the same number of rows in total; a few of the captured rows are kept for evaluation."""
 
     needed_tau: tuple[NeededTau, ...] = ()
-    """What a drafter like the first candidate has to accept, by users and depth: predicted from the machine's rates.
-    Empty where nothing is trained."""
+    """What a drafter like the first candidate has to accept, by users and depth: predicted from the machine's rates,
+    unless `timed_by` is set. Empty where nothing is trained."""
+
+    timed_by: str | None = None
+    """The job whose rounds were timed for `needed_tau` (`eyrie plan --measure`)."""
 
     present: Present | None = None
     """None: no earlier job has answers of this one."""

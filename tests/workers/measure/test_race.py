@@ -96,14 +96,17 @@ def test_off_wins_when_speculation_does_not_pay_or_pays_too_little_to_notice() -
 
 
 def test_where_no_load_pays_and_a_race_was_too_noisy_to_show_it_the_proof_decides_at_that_load() -> None:
-    clear, noisy, unmeasured = (race_of({OFF: 1.0, chain(3): 0.9}) for _ in range(3))
+    clear, noisy, unmeasured = (race_of({OFF: 1.0, chain(3): 1.1}) for _ in range(3))
     run(clear, {OFF: 1.0, chain(3): 0.8})
-    run(noisy, {OFF: 1.0, chain(3): 0.95}, noise=0.5, seed=1)
-    run(unmeasured, {OFF: 1.0, chain(3): 0.8}, rungs=1)  # too short for an interval
+    run(noisy, {OFF: 1.0, chain(3): 0.9}, noise=0.5, seed=4)
+    run(unmeasured, {OFF: 1.0, chain(3): 0.7}, rungs=1)  # too short for an interval
     assert {race.leader() for race in (clear, noisy, unmeasured)} == {OFF}
     assert chosen({1: clear, 4: clear}) == {1: OFF, 4: OFF}
     assert chosen({1: clear, 4: noisy}) == {1: OFF, 4: chain(3)}
     assert chosen({1: noisy, 4: unmeasured}) == {1: chain(3), 4: OFF}, "the best estimate alone: each load must pay"
+    slow = race_of({OFF: 1.0, chain(3): 0.8})
+    run(slow, {OFF: 1.0, chain(3): 0.9}, rungs=1)
+    assert chosen({1: slow}) == {1: OFF}, "predicted and measured to be slower"
     pays = race_of({OFF: 1.0, chain(3): 1.9})
     run(pays, {OFF: 1.0, chain(3): 1.8})
     assert chosen({1: pays, 4: noisy}) == {1: chain(3), 4: OFF}

@@ -440,8 +440,8 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
 
 
 def chosen(races: Mapping[int, Race]) -> dict[int, Setting]:
-    """The setting of each load: the race's leader. Where off leads at all loads, and the drafter is not shown to be no
-    faster at one of them, its best setting there, so that the proof decides."""
+    """The setting of each load: the race's leader. Where off leads at all loads and one of the races was too noisy
+    (`Race.undecided`), the drafter's best setting there, so that the proof decides."""
     best = {concurrency: race.leader() for concurrency, race in races.items()}
     if all(setting == OFF for setting in best.values()):
         open_at = {race.estimate(setting): (concurrency, setting) for concurrency, race in races.items()

@@ -18,8 +18,8 @@ temperature. Comparisons use the blocks that both settings have answered, by the
 winner has the highest estimate, which combines prediction and measurement weighted by the inverse of their variances: a
 short race is noisier than a replay, a long one is not. Where the two disagree by more than their errors allow, the
 excess is attributed to the prediction. Speculation is chosen only when it wins by more than TIE: off is simpler. Where
-it wins at no load of the job, and at some load is not shown to lose, the proof decides at that load
-(`stages.tune.chosen`): it measures until it is clear, and a race that ran out of seconds decides nothing.
+it wins at no load of the job, and at some load is predicted to win and not shown to lose, the proof decides at that
+load (`stages.tune.chosen`): it measures until it is clear, and a race that ran out of seconds decides nothing.
 """
 
 import math
@@ -212,9 +212,12 @@ class Race:
         return interval is not None and interval.high < 1.0 + TIE
 
     def undecided(self) -> Setting | None:
-        """The drafter's best setting, where off leads and the measurements do not show that this one is no faster."""
+        """The drafter's best setting, where off leads although this one was predicted to be faster and the measurements
+        do not show that it is not."""
         best = self.best_drafted("drafter")
-        return None if best is None or self.leader() != OFF or self._beaten(best, OFF) else best
+        if best is None or self.leader() != OFF or self._beaten(best, OFF):
+            return None
+        return best if self.predictions[best].speedup > 1.0 + TIE else None
 
     @property
     def decided(self) -> bool:
