@@ -33,6 +33,7 @@ SCHEMAS = Path(__file__).parent / "manifests" / "schemas"
 ENVIRONMENT = benchmark_report("c", {"chat": (2.0,)}).environment
 DRAFTER = DrafterCheckpoint("org/head", 4096)
 USE = DrafterUse(drafter_dir="org/head", setting=CHAIN)
+FOUR_GPUS = EngineSpec(kind="sglang", tp_size=4)
 SERVED = ServedDecision(name="chat", model="model", target=TARGET, dtype="bfloat16", machine=profile("h100"), use=USE,
                         drafter=DRAFTER)
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "max_position_embeddings": 8192}
@@ -133,7 +134,7 @@ def test_what_sglang_cannot_serve_is_refused_and_vllms_objects_are_exported() ->
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("served", [
     SERVED, replace(SERVED, use=DrafterUse(setting=OFF), drafter=None),
-    replace(SERVED, use=USE.model_copy(update={"map": ADAPTIVE}), tp_size=4),
+    replace(SERVED, use=USE.model_copy(update={"map": ADAPTIVE}), engine=FOUR_GPUS),
     replace(SERVED, target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/home/jobs/c")),
     replace(SERVED, machine=profile("mi300x")),
     replace(SERVED, machine=profile("cpu"), dtype="float32")], ids=["chain", "off", "adaptive", "files", "rocm", "cpu"])
@@ -167,7 +168,7 @@ def test_the_schema_checks_would_notice_a_misspelt_field() -> None:
 
 def test_directories_become_claims_and_gpus_are_asked_for() -> None:
     served = replace(SERVED, target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/j/c"),
-                     tp_size=4, machine=profile("mi300x"))
+                     engine=FOUR_GPUS, machine=profile("mi300x"))
     made = objects(served, "sglang")
     pod = made.kubernetes[0]["spec"]["template"]["spec"]
     [container] = pod["containers"]

@@ -165,7 +165,7 @@ def add_features(found: Matrix, root: Path) -> None:
     found.add("fp8 untold", quantised, without(line, "--speculative-draft-model-quantization"))
     windowed = replace(found.plan("h100", "llama").drafter or pytest.fail("no drafter"), sliding_window=512)
     found.add("window", found.plan("h100", "llama", drafter=windowed))
-    found.add("tp", found.plan("h200", "qwen3", tp_size=2))
+    found.add("tp", found.plan("h200", "qwen3", engine=EngineSpec(kind="sglang", tp_size=2)))
     found.add("short context", found.plan("gb200", "llama", context_length=1024))
     short = write_drafter(root, "short-drafter", max_position_embeddings=2048)
     found.add("short drafter", found.plan("h100", "llama", drafter=read_drafter(

@@ -87,7 +87,7 @@ def export(job: Job, report: JobReport, target: dict[str, Any], drafter: dict[st
         measured = measured.model_copy(update={"attention_backend": None})
     served = ServedDecision(
         name=job.spec.name or job.id, model=Path(job.spec.target.model).name, dtype=dtype,
-        target=checkpoint, machine=machine, tp_size=measured.tp_size, engine=measured,
+        target=checkpoint, machine=machine, engine=measured,
         max_running_requests=job.spec.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS)
     if drafted:
         assert proof is not None

@@ -236,7 +236,8 @@ class Deployments:
             target = replace(target, model=self._served_path(serving.target), revision=None)
         return SglangPods(LaunchPlan(
             target=target, machine=machine, served_model_name=endpoint.model,
-            dtype=serving.target.dtype, tp_size=max(engine.tp_size, placement.num_gpus), engine=engine,
+            dtype=serving.target.dtype,
+            engine=engine.model_copy(update={"tp_size": max(engine.tp_size, placement.num_gpus)}),
             max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))
 
     def _target(self, endpoint: Endpoint, serving: Serving) -> TargetCheckpoint:

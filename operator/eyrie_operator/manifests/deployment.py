@@ -157,8 +157,8 @@ class EndpointDeployment:
             if num_gpus:
                 raise Undeployable(f"placement.num_gpus {num_gpus} with hardware profile "
                                    f"{self.engine.plan.machine.name!r}", "give the GPU's profile, or num_gpus 0")
-        elif self.engine.plan.tp_size != num_gpus:
-            raise Undeployable(f"tp_size {self.engine.plan.tp_size} needs as many GPUs, and the pod has "
+        elif self.engine.plan.engine.tp_size != num_gpus:
+            raise Undeployable(f"tp_size {self.engine.plan.engine.tp_size} needs as many GPUs, and the pod has "
                                f"placement.num_gpus {num_gpus}", "make them equal")
 
     def has(self, *apis: str) -> str | None:

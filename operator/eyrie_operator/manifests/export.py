@@ -62,9 +62,8 @@ class ServedDecision:
     is_mtp: bool = False
     """The drafter is the target's own MTP layers."""
 
-    tp_size: int = 1
     engine: EngineSpec = field(default_factory=EngineSpec)
-    """Attention backend and further arguments of SGLang."""
+    """GPUs of one server, attention backend and further arguments of SGLang."""
 
     max_running_requests: int = 48
 
@@ -89,8 +88,8 @@ def sglang_launch(served: ServedDecision, host: str = "127.0.0.1", adaptive_path
     plan = LaunchPlan(
         target=served.target, machine=served.machine, served_model_name=served.model, drafter=served.drafter,
         setting=served.use.setting, map=served.use.map, adaptive_path=adaptive_path, host=host, port=PORT,
-        dtype=served.dtype, context_length=served.use.context_length, tp_size=served.tp_size,
-        engine=served.engine, max_running_requests=served.max_running_requests)
+        dtype=served.dtype, context_length=served.use.context_length, engine=served.engine,
+        max_running_requests=served.max_running_requests)
     notes = []
     if served.use.map is not None and served.machine.platform == "cpu":
         plan = replace(plan, map=None)  # the server would end with NotImplementedError
@@ -117,7 +116,7 @@ def vllm_launch(served: ServedDecision, host: str = "127.0.0.1") -> EngineLaunch
     context = served.use.context_length or min(reaches)
     command = ["vllm", "serve", served.target.model, "--served-model-name", served.model, "--host", host,
                "--port", str(PORT), "--dtype", served.dtype, "--max-model-len", str(context),
-               "--max-num-seqs", str(served.max_running_requests), "--tensor-parallel-size", str(served.tp_size)]
+               "--max-num-seqs", str(served.max_running_requests), "--tensor-parallel-size", str(served.engine.tp_size)]
     if served.target.revision is not None:
         command += ["--revision", served.target.revision]
     if speculation:
@@ -206,7 +205,7 @@ def objects(served: ServedDecision, engine: ServingEngine) -> Objects:
         "image": launch.image, "command": list(literal(launch.command)),
         "env": [{"name": variable, "value": value} for variable, value in sorted(launch.environment.items())],
         "ports": [{"containerPort": PORT, "protocol": "TCP"}], "volumeMounts": mounts}
-    limits = {} if gpu is None else {"resources": {"limits": {gpu: str(served.tp_size)}}}
+    limits = {} if gpu is None else {"resources": {"limits": {gpu: str(served.engine.tp_size)}}}
     return Objects(
         kubernetes=(*configuration, *_deployment(name, container | limits, volumes)),
         kserve=(*configuration, {
@@ -247,7 +246,7 @@ def _llm_d(served: ServedDecision, container: Manifest, volumes: list[Manifest],
                            f"pvc://{target_claim}/"},
         "accelerator": {"type": _ACCELERATORS[served.machine.platform]},
         "routing": {"servicePort": PORT, "proxy": {"enabled": False}},
-        "decode": {"create": True, "replicas": 1, "parallelism": {"tensor": served.tp_size}, "volumes": volumes,
+        "decode": {"create": True, "replicas": 1, "parallelism": {"tensor": served.engine.tp_size}, "volumes": volumes,
                    "containers": [{"name": "engine", "modelCommand": "custom", "mountModelVolume": False} | container]},
         "prefill": {"create": False},
         "extraObjects": configuration}

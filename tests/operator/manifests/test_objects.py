@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.artifacts import verify
 from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ModelCacheSpec
+from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.targets import JobTarget
@@ -345,7 +346,8 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangPods(replace(PLAN, tp_size=2))}, "tp_size 2 .*num_gpus 1"),
+    ("gpus", {"engine": SglangPods(replace(PLAN, engine=EngineSpec(kind="sglang", tp_size=2)))},
+     "tp_size 2 .*num_gpus 1"),
     ("cpu with gpus", {"engine": SglangPods(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
     ("too few replicas", {"autoscale": autoscale(1), "replicas": 2}, "max_replicas 1 is below replicas 2"),
     ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),

@@ -87,8 +87,7 @@ def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage) -> Iter
     """
     groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
     concurrency = -(-spec.regenerate.concurrency // len(groups))
-    plan = ServerPlan("sglang", spec.target, concurrency, tp_size=spec.engine.tp_size, engine=spec.engine,
-                      gpu_groups=groups)
+    plan = ServerPlan("sglang", spec.target, concurrency, engine=spec.engine, gpu_groups=groups)
     uses = {f"server-{number}": DrafterUse() for number in range(len(groups))}
     pool = ServerPool(plan, uses, directory, stage, capacity=len(groups), beside_reference=False)
     try:

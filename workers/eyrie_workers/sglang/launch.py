@@ -75,9 +75,8 @@ class LaunchPlan:
     max_running_requests: int = DEFAULT_RUNNING_REQUESTS
     """Always given, because SGLang's default differs with speculation."""
 
-    tp_size: int = 1
     engine: EngineSpec = field(default_factory=EngineSpec)
-    """With the attention backend and further arguments of the job. Its GPUs are not read."""
+    """With its tp_size, the attention backend and further arguments of the job."""
 
     key_file: str | None = None
     """A YAML file with the line `api-key: ...`, mounted from a Secret."""
@@ -196,7 +195,7 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         "--mem-fraction-static", f"{shared.mem_fraction:g}",
         "--attention-backend", shared.attention_backend,
         "--page-size", str(sglang_attention.PAGE_SIZES[shared.attention_backend]),
-        "--tp-size", str(plan.tp_size), "--random-seed", "0", "--enable-metrics",
+        "--tp-size", str(plan.engine.tp_size), "--random-seed", "0", "--enable-metrics",
     ]
     if plan.target.revision is not None:
         line += ["--revision", plan.target.revision]

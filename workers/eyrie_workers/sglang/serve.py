@@ -56,7 +56,7 @@ def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, d
     return LaunchPlan(
         target=target, machine=machine, served_model_name=options.model, drafter=drafter, setting=use.setting,
         map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port, dtype=options.dtype,
-        context_length=use.context_length, tp_size=engine.tp_size, engine=engine, max_running_requests=max_requests)
+        context_length=use.context_length, engine=engine, max_running_requests=max_requests)
 
 
 def main() -> NoReturn:

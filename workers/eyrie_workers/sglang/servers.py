@@ -92,9 +92,8 @@ class ServerPlan:
     machine: SglangHardware | None = None
     """The hardware SGLang runs on; default: this machine's."""
 
-    tp_size: int = 1
     engine: EngineSpec = field(default_factory=EngineSpec)
-    """Attention backend and further arguments of SGLang's servers."""
+    """GPUs of one server, attention backend and further arguments of SGLang's servers."""
 
     gpu_groups: tuple[GpuGroup, ...] = ()
     """The GPUs of each server, in the order of the variants; empty: all servers share what the stage sees."""
@@ -183,7 +182,7 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     common = LaunchPlan(
         target=read_target(str(target_dir), read_json(target_dir / "config.json"), None), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
-        tp_size=plan.tp_size, engine=plan.engine, adaptive_path=str(directory / "adaptive.json"))
+        engine=plan.engine, adaptive_path=str(directory / "adaptive.json"))
     if plan.captured is not None:
         common = replace(common, captured_layers=plan.captured.layer_ids, capture_dir=plan.captured.directory)
     plans: dict[str, LaunchPlan] = {}
@@ -288,7 +287,7 @@ class ServerPool:
         context = int((config.get("text_config") or config)["max_position_embeddings"])
         tokens = self.plan.max_concurrency * (context if machine.platform == "cpu" else min(context, 4096))
         kv_bytes = tokens * profiles.kv_bytes_per_token(config, self.plan.target.dtype)
-        available = profiles.available_bytes(machine, self.plan.tp_size)
+        available = profiles.available_bytes(machine, self.plan.engine.tp_size)
         if machine.platform == "cpu":
             available -= weights  # of the reference implementation, which replays or explains answers
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())

@@ -313,7 +313,7 @@ class _Capture:
             return state_source.open_source(self.source, self.spec.target)
         tp_size = self.spec.engine.tp_size
         rows = _CONCURRENT_ROWS["cpu" if detect_hardware().platform == "cpu" else "gpu"]
-        servers = ServerPlan("sglang", self.spec.target, rows, tp_size=tp_size, engine=self.spec.engine,
+        servers = ServerPlan("sglang", self.spec.target, rows, engine=self.spec.engine,
                              gpu_groups=gpu_groups(visible_gpus(), tp_size, tp_size)[:1])
         return self.opened.enter_context(SglangStates(
             servers, self.fmt.aux_layers, max(self.plan.lengths), self.stage.out_dir / "servers", self.stage,

@@ -86,7 +86,7 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
     engine, target = spec.proof.engine, spec.proof.target
     uses = {variant_name(profile.name, variant): DrafterUse() if variant == "off" else use for variant in VARIANTS}
     plan = ServerPlan(engine.kind, target, max(spec.load.concurrencies), profile.threads,
-                      tp_size=max(1, len(profile.gpus)), engine=engine,
+                      engine=engine.model_copy(update={"tp_size": max(1, len(profile.gpus))}),
                       gpu_groups=(profile.gpus,) if profile.gpus else ())
     prompts = select_prompts(spec.proof, read_suites(spec.proof, stage), spec.proof.benchmark.deciding_suites)
     # One server at a time: two would share the GPUs.

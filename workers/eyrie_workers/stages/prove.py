@@ -252,8 +252,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
     concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.concurrencies)
     engine = spec.engine
     groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
-    plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, tp_size=engine.tp_size,
-                      engine=engine, gpu_groups=groups)
+    plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, engine=engine,
+                      gpu_groups=groups)
     tuned = read_report(Path(spec.tune_dir), TuneReport)
     use = select_use(spec, tuned, plan)
     report = ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=engine.kind, use=use,

@@ -161,8 +161,7 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
         engine = EmbeddedEngine(load_target(path, spec.target.dtype), spec.target.dtype, max_concurrency)
     else:
         groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
-        plan = ServerPlan("sglang", spec.target, max_concurrency, tp_size=spec.engine.tp_size, engine=spec.engine,
-                          gpu_groups=groups)
+        plan = ServerPlan("sglang", spec.target, max_concurrency, engine=spec.engine, gpu_groups=groups)
         engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage,
                               ServerHistory(stage.out_dir, digest_model(spec)))
     temperatures = {"benchmark.temperatures": spec.benchmark.temperatures}
