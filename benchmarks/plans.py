@@ -1,4 +1,5 @@
-"""Writes docs/results/plans.md: what `eyrie plan` says of jobs whose targets are too large for this machine.
+"""Writes docs/results/plans.md: what `eyrie plan` says of jobs whose targets are too large for this machine, and of
+those that this repository has run, next to what they took.
 
     python -m benchmarks.plans
 
@@ -17,14 +18,18 @@ from eyrie_api.artifacts.store import StoreOptions
 from eyrie_api.artifacts.store_prices import STORES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan
-from eyrie_api.planning.facts import facts_of
-from eyrie_api.planning.hardware import fitting_sizes, memory_of, served_memory
+from eyrie_api.contract.targets import QUICKSTART
+from eyrie_api.planning.facts import data_facts, facts_of, target_dir, target_facts
+from eyrie_api.planning.hardware import GPUS, fitting_sizes, gpu_rates, memory_of, served_memory
 from eyrie_api.planning.plan import make_plan
 from eyrie_api.planning.plan_stages import ObjectStore
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.preflight import rates
 from eyrie_api.planning.resolve import derive, with_declared_loads, with_gpu_defaults
 from eyrie_api.planning.target_files import estimated_bytes
 from eyrie_api.quantities import size
+from eyrie_api.settings import Settings
+from eyrie_operator.cli.demo import demo_job
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/results/plans.md"
@@ -136,6 +141,50 @@ def _six() -> str:
     return "\n".join(rows) + "\n"
 
 
+DEMO_TOOK = {"regenerate": 69, "capture": 28, "train": 157, "benchmark": 53, "tune": 49, "prove": 70}
+"""Seconds of `make demo`, 2026-11-29, commit 5b051484, alone on the machine (docs/results/demo.md)."""
+
+PUBLISHED = {"regenerate": (1020, 842), "capture": (324, 317), "train": (1562, 1100), "benchmark": (574, 264),
+             "tune": (634, 300), "prove": (1010, 439)}
+"""Seconds planned and taken by `make demo-published`, 2026-11-29, commit 2afeb66c (docs/results/published.md)."""
+
+MEASURED_SHARES = (
+    ("training step of an 8B target's EAGLE-3, all roots / a third", "train", "H200", "42.5 / 40.0 %"),
+    ("the same", "train", "H100", "40.1 / 37.2 %"),
+    ("passes of capture, four layers of an 8B target, bfloat16, 297,000 tokens/s", "prefill", "H100", None))
+"""Work, the plan's rate, GPU, and the share of the data sheet's TFLOP/s that was measured (docs/results/gpu.md)."""
+
+
+def _measured() -> str:
+    """Seconds that plans of the default rates give, next to what jobs of this repository took; and shares of GPUs."""
+    job = demo_job(short=False, engine="embedded", target=QUICKSTART)
+    directory = target_dir(job.target)
+    assert directory is not None  # it ships
+    planned = {stage.stage: round(3600 * stage.hours) for stage in make_plan(
+        derive(job), target_facts(directory), None, data_facts=data_facts(job.data), rates=rates(Settings())).stages}
+    lines = ["## Predicted against measured\n",
+             "Whole jobs on two cores of an AMD EPYC, seconds, planned with the default rates of a CPU, which\n"
+             "`eyrie calibrate` replaces by those of the machine. The drafter of the demo is so small that its\n"
+             "training is bound by other things than arithmetic.\n",
+             "| stage | [demo](demo.md): planned | took | [published](published.md#the-whole-form): planned | took |",
+             "|---|---|---|---|---|",
+             *(f"| {stage} | {planned[stage]:,} | {took:,} | {PUBLISHED[stage][0]:,} | {PUBLISHED[stage][1]:,} |"
+               for stage, took in DEMO_TOOK.items()),
+             "", "On GPUs no whole job was measured. What the plan assumes of the data sheet's rates, and what was\n"
+             "reached ([on a GPU](gpu.md)):\n",
+             "| work | GPU | assumed, expected | range | reached |", "|---|---|---|---|---|"]
+    four = replace(LLAMA_8B, num_layers=4)
+    layers = four.parameters - four.embedding_parameters
+    for work, rate, name, reached in MEASURED_SHARES:
+        gpu = next(gpu for gpu in GPUS if gpu.name == name)
+        low, expected, high = (getattr(gpu_rates(gpu, speed, num_gpus=1, tp_size=1, batch=1, weight_bytes=2.0,
+                                                 active_share=1.0), rate) / (gpu.tflops * 1e3)
+                               for speed in ("low", "expected", "high"))
+        share = reached or f"{2 * layers * 297_000 / (gpu.tflops * 1e12):.0%} without attention"
+        lines.append(f"| {work} | {name} | {expected:.0%} | {low:.0%} to {high:.0%} | {share} |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """The whole page."""
     parts = ["# Plans of large jobs\n",
@@ -150,14 +199,14 @@ def page() -> str:
              "prices of GPUs are round numbers to show the column. Money of the object store is\n"
              "that of the list prices of S3 in us-east-1\n"
              "([store_prices.py](../../api/eyrie_api/artifacts/store_prices.py)),\n"
-             "with states read by ranges: requests, and storage while the job runs. A plan against what its job took,\n"
-             "on a CPU: [a published model](published.md#the-whole-form); `eyrie calibrate JOB` shows it of any job.\n"]
+             "with states read by ranges: requests, and storage while the job runs. `eyrie calibrate JOB` compares\n"
+             "the plan of any job with what it took, and names the settings that correct the rates of a machine.\n"]
     for job in JOBS:
         plan = job.plan()
         parts += [f"## {job.title}\n", f"[examples/{job.example}](../examples/{job.example})\n", _table(plan)]
         if job.store is not None:
             parts.append(_final_states(job, plan))
-    return "\n".join([*parts, _six()])
+    return "\n".join([*parts, _six(), _measured()])
 
 
 def _final_states(job: Job, plan: Plan) -> str:
