@@ -4,9 +4,9 @@ Every dialect becomes turns with OpenAI's names, whose normal form `eyrie_api.ch
 requests alike: a template renders, a hash identifies and an endpoint receives the same value for any file format. Read
 besides OpenAI's and ShareGPT's turns: those of Dolci (tools as `functions` of the system turn, calls as
 `function_calls` in JSON or Python's syntax, results by `environment`), Alpaca's `instruction`, `input`, `output` (or
-`response`), and GSM8K's `question`, `answer`. An empty last answer is left out. A row that breaks a rule is refused
-with a reason (`Malformed`); whether the target can answer a conversation, its template decides. The stage that answers
-rows and the plan that counts them read them by these rules.
+`response`), GSM8K's `question`, `answer`, and TRL's `prompt`, `completion`, texts or turns. An empty last answer is
+left out. A row that breaks a rule is refused with a reason (`Malformed`); whether the target can answer a conversation,
+its template decides. The stage that answers rows and the plan that counts them read them by these rules.
 
 Pure: values in, values out.
 """
@@ -24,6 +24,7 @@ NO_USER = "no user turn with text before the last answer"
 NO_ANSWER = "its last turn is not an answer, and data.answered is true"
 EMPTY_LINE = "empty line"
 _MAX_DEPTH = 64
+_QUESTIONS = ("instruction", "question", "prompt")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def decode_row(line: bytes) -> Any:
 def conversation(value: object, source: str, line: int, layout: str | None) -> Conversation:
     """The conversation in one decoded row.
 
-    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`, or `question`); None where
-             the rows before have none of these
+    layout   "messages" (OpenAI), "sharegpt" (`conversations`) or "alpaca" (`instruction`, `question` or `prompt`);
+             None where the rows before have none of these
 
     Raises Malformed with the reason when the row breaks a rule.
     """
@@ -83,8 +84,8 @@ def conversation(value: object, source: str, line: int, layout: str | None) -> C
         raise Malformed(f"a row must be an object, this is {kind_of(value)}")
     if layout is None:
         fields = ", ".join(sorted(map(str, value))[:6]) or "no fields"
-        raise Malformed(f"neither `messages` nor `conversations` nor `instruction` nor `question` in the row, which "
-                        f"has {fields}")
+        raise Malformed("neither `messages` nor `conversations` nor `instruction` nor `question` nor `prompt` in the "
+                        f"row, which has {fields}")
     turns = _answered(_instruction(value) if layout == "alpaca" else _turns(value, layout))
     tools = _tools(value.get("tools")) or _tools(turns[0].get("functions"))
     messages = normal_messages([_openai(turn, index) for index, turn in enumerate(turns)])
@@ -108,7 +109,7 @@ def detect_layout(value: object) -> str | None:
             return "messages"
         if "conversations" in value or "conversation" in value:
             return "sharegpt"
-        if "instruction" in value or "question" in value:
+        if any(name in value for name in _QUESTIONS):
             return "alpaca"
     return None
 
@@ -153,13 +154,17 @@ def _turns(value: Mapping[str, Any], layout: str) -> list[Mapping[str, Any]]:
 
 
 def _instruction(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A row of Alpaca's or GSM8K's fields as turns: the input stands below the instruction."""
-    name = "question" if "instruction" not in value and "question" in value else "instruction"
+    """A row of Alpaca's, GSM8K's or TRL's fields as turns: the input stands below the instruction."""
+    name = next((name for name in _QUESTIONS if name in value), _QUESTIONS[0])
     instruction, given = value.get(name), value.get("input")
+    if name == "prompt" and isinstance(instruction, list):
+        answered = value.get("completion")
+        return _turns({"messages": [*instruction, *(answered if isinstance(answered, list) else ())]}, "messages")
     if not isinstance(instruction, str):
         raise Malformed(f"`{name}` must be text, this is {kind_of(instruction)}")
     text = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction
-    answers = [answer for key in ("output", "response", "answer") if isinstance(answer := value.get(key), str)]
+    answers = [answer for key in ("output", "response", "answer", "completion")
+               if isinstance(answer := value.get(key), str)]
     return [{"role": "user", "content": text}, *({"role": "assistant", "content": answer} for answer in answers[:1])]
 
 

@@ -279,8 +279,10 @@ def test_a_template_that_reads_parts_or_arguments_as_text_is_accepted(settings: 
 
 ROWS = '{"query": "Say hi", "reply": "hi"}\n'
 NO_CONVERSATION = "none of its first {n} rows can be used; the first: {fault}; give one JSON object per line " \
-         "with `messages` (OpenAI), `conversations` (ShareGPT), `instruction` (Alpaca) or `question` (GSM8K)"
-NO_LAYOUT = "neither `messages` nor `conversations` nor `instruction` nor `question` in the row, which has query, reply"
+         "with `messages` (OpenAI), `conversations` (ShareGPT), `instruction` (Alpaca), `question` (GSM8K) or " \
+         "`prompt` (TRL)"
+NO_LAYOUT = "neither `messages` nor `conversations` nor `instruction` nor `question` nor `prompt` in the row, " \
+         "which has query, reply"
 DATA: dict[str, tuple[str, bytes, str]] = {
     "CSV": ("chats.csv", b"prompt,answer\nhi,hello\n", NO_CONVERSATION.format(
         n=2, fault="bad JSON at column 1: Expecting value")),

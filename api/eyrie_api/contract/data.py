@@ -53,8 +53,8 @@ class DataSource(Frozen):
     (`s3://bucket/chats/*.jsonl.gz`: `chats`), numbered where another source has that name (`chats-2`)."""
 
     format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
-    """Row layout: OpenAI `messages`, ShareGPT `conversations`, `alpaca` (its `instruction`, or GSM8K's `question`), or
-    decided by the first readable row."""
+    """Row layout: OpenAI `messages`, ShareGPT `conversations`, `alpaca` (its `instruction`, GSM8K's `question` or TRL's
+    `prompt`), or decided by the first readable row."""
 
     config: str | None = Field(None, min_length=1, max_length=256)
     """Configuration (subset) of a Hub data set."""

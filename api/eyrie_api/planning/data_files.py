@@ -49,7 +49,7 @@ _FOREIGN = (
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
 _ONE_PER_LINE = ("give one JSON object per line with `messages` (OpenAI), `conversations` (ShareGPT), `instruction` "
-                 "(Alpaca) or `question` (GSM8K)")
+                 "(Alpaca), `question` (GSM8K) or `prompt` (TRL)")
 _HINTS = {NO_USER: "give conversations with the user's turns, which the target answers",
           NO_ANSWER: "omit data.answered, or give rows that end with the assistant's answer"}
 

@@ -187,6 +187,16 @@ def test_rows_of_gsm8k_and_of_gpteacher_are_read_as_published(tmp_path: Path) ->
     assert bad.reason == "`question` must be text, this is list"
 
 
+@pytest.mark.parametrize(("prompt", "completion"), [
+    ("Name a town.", "Oslo"), ([user("Name a town.")], [{"role": "assistant", "content": "Oslo"}])])
+def test_rows_of_a_prompt_with_or_without_completion_are_read_as_texts_and_as_turns(
+        tmp_path: Path, prompt: object, completion: object) -> None:
+    rows = [{"prompt": prompt, "completion": completion}, {"prompt": prompt, "chosen": "Oslo", "rejected": "Rome"}]
+    one, two = usable(read(write(tmp_path / "a.jsonl", *rows)))
+    assert [message["content"] for message in one.messages] == ["Name a town.", "Oslo"]
+    assert list(two.messages) == list(one.prompt) == list(two.prompt)
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_kept_whatever_its_field_is_called(tmp_path: Path, key: str) -> None:
     row = {"messages": [user("Hi"), {"role": "assistant", "content": "Hello", key: "They greet."}, user("And?")]}
