@@ -11,7 +11,7 @@ where the config does not tell: EAGLE's authors give a drafter the architecture 
     speculators    speculators_model_type; the layer's config is nested, layer ids are vLLM's
     DFlash         DFlashDraftModel; sizes of the block are in dflash_config or at the top level
     DSpark         DSparkDraftModel (SpecForge), Qwen3DSparkModel (DeepSpec), or DFlashDraftModel with a rank (Model
-                   Optimizer): DFlash with a Markov head. Its confidence head, which only some engines read, is dropped
+                   Optimizer): DFlash with a Markov head. A confidence head that reads the state alone is dropped
     draft model    LlamaForCausalLM without an fc
 
 Absent keys get the trainers' defaults: a rotary base of 10000, EAGLE-3's layers as SGLang and vLLM choose them,
@@ -21,6 +21,7 @@ dropped, since every engine reads the target's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from eyrie_api.contract.drafter import DrafterSpec
@@ -97,7 +98,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
     if names in (_LLAMA, ["Eagle3LlamaForCausalLM"], [_EAGLE3]):
         return _eagle3(config, architecture, num_layers)
     if _is_dspark(config):
-        return Form("dspark", _dspark(config, num_layers), _dspark_name)
+        converted = _dspark(config, num_layers)
+        return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
     family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
@@ -269,16 +271,21 @@ def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         raise InvalidInput("sample_from_anchor is false: in Eyrie's blocks the settled token's position proposes too",
                            "serve this one in SGLang")
     head = {key: own.pop(key, config.get(key)) for key in ("markov_head_type", "markov_rank")}
-    for key in ("sample_from_anchor", "projector_type", "enable_confidence_head", "confidence_head_with_markov"):
+    confidence = {key: own.pop(key, config.get(key)) for key in ("enable_confidence_head",
+                                                                 "confidence_head_with_markov")}
+    for key in ("sample_from_anchor", "projector_type"):
         own.pop(key, None)
+    has_confidence = all(value is True for value in confidence.values())
     kept = {key: value for key, value in config.items() if key != "dspark_config"}
     return _dflash(kept | {"dflash_config": own}, num_layers) | head | {
-        "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": False}
+        "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": has_confidence,
+        "confidence_head_with_markov": has_confidence}
 
 
-def _dspark_name(name: str) -> str | None:
+def _dspark_name(has_confidence: bool, name: str) -> str | None:
     name = name.removeprefix("model.")
-    return None if name.split(".")[0] in ("confidence_head", "embed_tokens", "lm_head") else _stored(name)
+    dropped = ("embed_tokens", "lm_head") if has_confidence else ("confidence_head", "embed_tokens", "lm_head")
+    return None if name.split(".")[0] in dropped else _stored(name)
 
 
 def _spread_layers(num_draft_layers: object, num_layers: int | None) -> list[int] | None:

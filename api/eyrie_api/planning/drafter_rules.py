@@ -215,6 +215,9 @@ def dspark_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     if kind not in get_args(MarkovHeadKind) or not _whole(rank, 1, None):
         yield error("contract", f"markov_head_type is {kind!r} and markov_rank {rank!r}: not one of "
                     f"{', '.join(get_args(MarkovHeadKind))} and a positive whole number", "export the drafter again")
+    elif config.get("enable_confidence_head") and config.get("confidence_head_with_markov", True) is not True:
+        yield error("contract", "confidence_head_with_markov is false: Eyrie's confidence heads read the token before",
+                    "serve this one in SGLang")
     else:
         yield from block_rules(config, 1)
 
@@ -278,6 +281,9 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
     num_aux = len(config["dflash_config"]["target_layer_ids"])
     if family == "dspark":
         layers |= _markov_tensors(config["markov_head_type"], config["markov_rank"], config["vocab_size"], hidden)
+        if config.get("enable_confidence_head"):
+            layers |= {"confidence_head.proj.weight": (1, hidden + config["markov_rank"]),
+                       "confidence_head.proj.bias": (1,)}
     return {"fc.weight": (hidden, num_aux * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)} | layers
 
 

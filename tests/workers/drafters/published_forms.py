@@ -211,7 +211,8 @@ def dspark_of_deepspec() -> Published:
     config = {key: value for key, value in dspark().config.items() if key != "dflash_config"}
     return Published(config | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": VOCAB - 1, "num_anchors": 512,
                                "target_layer_ids": [1, 5, 9], "markov_rank": 4, "markov_head_type": "vanilla",
-                               "enable_confidence_head": True}, dspark().tensors | _random({
+                               "enable_confidence_head": True, "confidence_head_with_markov": True},
+                     dspark().tensors | _random({
                                    "confidence_head.proj.weight": (1, HIDDEN + 4), "confidence_head.proj.bias": (1,)},
                                    torch.bfloat16))
 

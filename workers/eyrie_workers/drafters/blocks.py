@@ -58,7 +58,7 @@ from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
-from eyrie_workers.drafters.markov_head import MarkovConfig, MarkovHead
+from eyrie_workers.drafters.markov_head import ConfidenceHead, MarkovConfig, MarkovHead
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -94,6 +94,9 @@ class DFlashConfig:
     markov: MarkovConfig | None = None
     """Of DSpark, whose settled token's position proposes too."""
 
+    confidence: bool = False
+    """Whether a confidence head stands next to the Markov head."""
+
     @property
     def first(self) -> int:
         """The position of the block that proposes the token after the settled one."""
@@ -113,7 +116,9 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = Norm(hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
-        self.markov_head = MarkovHead(config.markov, config.decoder.vocab_size, hidden) if config.markov else None
+        markov = config.markov
+        self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
+        self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
 
     def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
@@ -171,10 +176,14 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         states = states_NH.split([alive for alive in plan.alive if alive])
         if markov is None:
             return Prediction(states, self._head_VH)
-        read = markov.unroll([documents.token_ids[plan.roots[:alive] + 1 + step]
-                              for step, alive in enumerate(plan.alive) if alive], states)
+        previous = [documents.token_ids[plan.roots[:alive] + 1 + step]
+                    for step, alive in enumerate(plan.alive) if alive]
+        read, accepted = markov.unroll(previous, states), None
+        if self.drafter.confidence_head is not None:
+            features = torch.cat([states_NH, markov.markov_w1(torch.cat(previous))], 1)
+            accepted = self.drafter.confidence_head.proj(features).squeeze(1)
         return Prediction(tuple(torch.cat([state, z], 1) for state, z in zip(states, read, strict=True)),
-                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1))
+                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1), accepted=accepted)
 
     def flops(self, plan: UnrollPlan) -> int:
         """The features of every token, the layers at every block position, the output matrix at the predictions."""
@@ -184,8 +193,10 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = (4 * plan.num_predictions + 2 * plan.target_positions.numel()) * decoder.hidden_size
-        if self.drafter.config.markov is not None:
-            heads += 6 * plan.num_predictions * self.drafter.config.markov.rank
+        if (markov := self.drafter.config.markov) is not None:
+            heads += 6 * plan.num_predictions * markov.rank
+            if self.drafter.config.confidence and self.loss_kind != "tv":  # acceptance, which other losses do not give
+                heads += 2 * plan.num_predictions * (decoder.hidden_size + markov.rank)
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
                 + heads * decoder.vocab_size)
 
@@ -244,7 +255,8 @@ class DFlashProposer:
             self._markov.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
                                           if name.startswith(_MARKOV)}, assign=True)
             self._w2 = Linear(tensors[f"{_MARKOV}markov_w2.weight"])
-        body = {f"model.{name}": tensor for name, tensor in tensors.items() if not name.startswith(_MARKOV)}
+        body = {f"model.{name}": tensor for name, tensor in tensors.items()
+                if not name.startswith((_MARKOV, "confidence_head."))}
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False)
         self.max_length = config.decoder.max_position_embeddings
 
@@ -314,13 +326,12 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     if spec.family == "dspark":
         markov = MarkovConfig(spec.markov_head or "vanilla", markov_rank(target.hidden_size, spec.markov_rank))
     drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + (markov is None), layers, target.num_layers,
-                                         mask_token(embeddings.special, target), markov))
+                                         mask_token(embeddings.special, target), markov, markov is not None))
     initialise_parameters(drafter, seed)
     with torch.no_grad():
-        if drafter.markov_head is not None:  # the marginals alone
-            for name, parameter in drafter.markov_head.named_parameters():
-                if name == "markov_w2.weight" or name.endswith("bias"):
-                    parameter.zero_()
+        for name, parameter in drafter.named_parameters():  # the marginals alone, each accepted with probability 1/2
+            if name == f"{_MARKOV}markov_w2.weight" or name.startswith("confidence_head.") or name.endswith("bias"):
+                parameter.zero_()
         drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
     return drafter
 
@@ -334,7 +345,8 @@ def mask_token(special: Sequence[int], target: TargetConfig) -> int:
 def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
     config = drafter.config
     head = {} if config.markov is None else {
-        "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank, "enable_confidence_head": False}
+        "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank,
+        "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence}
     family = FAMILIES["dflash" if config.markov is None else "dspark"]
     written = decoder_json(config.decoder, family.architecture, dtype) | head | {
         "block_size": config.block_size, "num_target_layers": config.num_target_layers,
@@ -354,7 +366,7 @@ def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     markov = MarkovConfig(config["markov_head_type"], config["markov_rank"]) if family == "dspark" else None
     return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
                         tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
-                        own["mask_token_id"], markov)
+                        own["mask_token_id"], markov, bool(config.get("enable_confidence_head")))
 
 
 def _family(config: Mapping[str, Any]) -> str:
