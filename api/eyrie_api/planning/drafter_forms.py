@@ -10,6 +10,7 @@ where the config does not tell: EAGLE's authors give a drafter the architecture 
                    SGLang, Model Optimizer), Eagle3LlamaForCausalLM (AngelSlim, vLLM)
     speculators    speculators_model_type; the layer's config is nested, layer ids are vLLM's
     DFlash         DFlashDraftModel; sizes of the block are in dflash_config or at the top level
+    DFlash2        DFlash2DraftModel and SGLang's other names of it; drafted with and not trained
     DSpark         DSparkDraftModel (SpecForge), Qwen3DSparkModel (DeepSpec), or DFlashDraftModel with a rank (Model
                    Optimizer): DFlash with a Markov head. A confidence head that reads the state alone is dropped
     draft model    LlamaForCausalLM without an fc
@@ -28,7 +29,7 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning import drafter_rules, eagle3_rules
-from eyrie_api.planning.drafter_rules import LAYER_IDS, Finding, Header, Target, foreign_architecture
+from eyrie_api.planning.drafter_rules import DFLASH2, LAYER_IDS, Finding, Header, Target, foreign_architecture
 from eyrie_api.planning.eagle3_rules import MAPS, canonical_name, joins_one_state, nested
 from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
 from eyrie_api.planning.target_config import DEFAULT_ROPE_THETA
@@ -100,6 +101,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
     if _is_dspark(config):
         converted = _dspark(config, num_layers)
         return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
+    if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
+        return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
     family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
@@ -226,6 +229,8 @@ def _from_speculators_eagle1(source: Mapping[str, Any], layer: Mapping[str, Any]
     return Form("eagle1", ours.config, name_of)
 
 
+_IS_DFLASH2 = ("projector_type", "dflash2")  # Model Optimizer's
+_DFLASH2 = [[DFLASH2], ["DFlash2BeamDraftModel"], ["MiniMaxDFlash2DraftModel"]]  # one class in SGLang
 _NEUTRAL = {"causal": False, "use_swa": False, "attention_sink_bias": False, "projector_type": "dflash"}
 """Keys of `dflash_config` by which a trainer says that a variant is not used."""
 
@@ -239,7 +244,7 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         raise InvalidInput("is_causal is true: in the blocks that Eyrie computes every position sees the whole block",
                            "serve this one in SGLang")
     settings = {key: value for key, value in own.items()
-                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key]))}
+                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key])) and (key, value) != _IS_DFLASH2}
     for key, absent in (("block_size", None), ("num_target_layers", num_layers), ("mask_token_id", None),
                         ("target_layer_ids", _spread_layers(config.get("num_hidden_layers"), num_layers))):
         value = settings.get(key, config.get(key))
@@ -345,6 +350,9 @@ def require_agreement(spec: DrafterSpec, family: str, config: Mapping[str, Any])
     if family != spec.family:
         raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is of family {family!r}, and drafter.family is "
                            f"{spec.family!r}", f"set drafter.family to {family!r}")
+    if config.get("architectures") == [DFLASH2]:
+        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is a DFlash2 drafter, whose selector Eyrie does not train",
+                           f"name it in rivals, or train without {INIT_FROM}")
     for field, own in own_settings(family, config).items():
         wanted = getattr(spec, field)
         if wanted not in (None, False) and wanted != own:

@@ -31,8 +31,9 @@ The mask is a token of the target's vocabulary, since the embedding is the targe
 tokenizer that does not end answers (reserved and image tokens come last), or the last id where there is none. It is
 stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
 
-SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. It has not been run with these
-exports; they follow its loader, and reading one checks it strictly.
+SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. `tests/sglang/test_blocks` runs its
+workers on a CPU, with kernels replaced: they accept the same tokens as Eyrie's engine from these exports. A block of
+DFlash2, which others train, has two parts more (`drafters.dflash2`).
 
     T packed tokens, A aux layers, R roots, S steps, C block positions, L layers, B rows, H hidden, V vocabulary,
     K kv heads, W query heads per kv head, E head size, M rank of the Markov head
@@ -55,7 +56,9 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.dflash2 import SELECTOR, Convolutions, Selector, SelectorConfig
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
 from eyrie_workers.drafters.markov_head import ConfidenceHead, MarkovConfig, MarkovHead
@@ -96,6 +99,9 @@ class DFlashConfig:
 
     confidence: bool = False
     """Whether a confidence head stands next to the Markov head."""
+
+    selector: SelectorConfig | None = None
+    """Of DFlash2."""
 
     @property
     def first(self) -> int:
@@ -255,9 +261,12 @@ class DFlashProposer:
             self._markov.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
                                           if name.startswith(_MARKOV)}, assign=True)
             self._w2 = Linear(tensors[f"{_MARKOV}markov_w2.weight"])
+        self._selector = None if config.selector is None else Selector(config.selector, tensors)
         body = {f"model.{name}": tensor for name, tensor in tensors.items()
-                if not name.startswith((_MARKOV, "confidence_head."))}
-        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False)
+                if not name.startswith((_MARKOV, "confidence_head.", SELECTOR))}
+        convolved = "layers.0.mlp_conv.base_kernel" in tensors
+        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
+                                  around=Convolutions(tensors, config.block_size) if convolved else None)
         self.max_length = config.decoder.max_position_embeddings
 
     @property
@@ -299,6 +308,10 @@ class DFlashProposer:
         first = self._config.first
         states_BSH = states.unflatten(0, (-1, size))[:, first:first + shape.num_steps]
         logits_BSV, markov = self._target.logits(states_BSH), self._markov
+        if self._selector is not None:
+            steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
+            return build_limited_tree(steps(tokens_BC[:, :1], 0), lambda tokens, hidden, mask, depth: steps(
+                tokens, depth), shape, states_BSH.shape[1], None, noise)
         if markov is None:
             return build_tree_from_marginals(logits_BSV, shape, None, noise)
 
@@ -366,7 +379,8 @@ def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     markov = MarkovConfig(config["markov_head_type"], config["markov_rank"]) if family == "dspark" else None
     return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
                         tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
-                        own["mask_token_id"], markov, bool(config.get("enable_confidence_head")))
+                        own["mask_token_id"], markov, bool(config.get("enable_confidence_head")),
+                        SelectorConfig.of(own) if "selector_top_k" in own else None)
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -388,6 +402,9 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
 def load_drafter(directory: Path) -> DFlashDrafter:
     """To continue its training. Raises as `load`."""
     config, tensors = load(directory)
+    if config.selector is not None:
+        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose selector Eyrie does not train",
+                                "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
     drafter.load_state_dict(tensors)
     return drafter
