@@ -28,7 +28,7 @@ from tests.sglang.trained_drafter import BLOCK, trained_drafter
 CHAIN = DraftTreeShape(num_steps=BLOCK, top_k=1, num_draft_tokens=BLOCK + 1)
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark"])
+@pytest.mark.parametrize("family", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_a_block_is_drafted_and_verified_as_in_the_reference_engine(
         family: str, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter = trained_drafter(family)
