@@ -99,9 +99,9 @@ def alive(pids: set[int]) -> set[int]:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], directory: Path) -> Iterator[SglangServer]:
-    """A server with these arguments, ready; ended at once when the test is done with it."""
-    server = start_sglang(arguments, directory, environment=environment(), prefix=program())
+def serving(arguments: Sequence[str], directory: Path, **variables: str) -> Iterator[SglangServer]:
+    """A server with these arguments and variables, ready; ended at once when the test is done with it."""
+    server = start_sglang(arguments, directory, environment=environment() | variables, prefix=program())
     try:
         server.wait_ready(READY_S)
         yield server

@@ -28,6 +28,8 @@ from eyrie_api.contract.training import TrainSpec
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".eyrie" / "sglang-tests"
 SUITES = ("chat", "math", "code", "tools")
+BLOCK = 4
+"""Tokens that a drafter of blocks proposes."""
 _TARGET = TargetSpec(model="quickstart", dtype="float32")
 _RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
     # Smaller than the target's vocabulary of 2048, so that the map between the two matters.
@@ -37,6 +39,10 @@ _RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
                TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
     "standalone": (DrafterSpec(family="standalone"),
                    TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "dflash": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK),
+               TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "dspark": (DrafterSpec(family="dspark", max_draft_tokens=BLOCK, markov_head="gated"),
+               TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
 }
 # What decides a drafter's weights. Engines and measurement do not.
 _MAKERS = ("data", "drafters", "hidden_states", "quickstart", "regeneration", "speculation", "stages", "targets",

@@ -116,6 +116,9 @@ class DrafterFamily:
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
 
+    read_architectures: tuple[str, ...] = ()
+    """Of further checkpoints that are drafted with, and not trained."""
+
     sglang_algorithm: SGLangAlgorithm | None = None
     """None: SGLang 0.5.23 cannot serve it."""
 
@@ -258,7 +261,8 @@ _ROWS = (
         drafting_cost="a small language model per token", quickstart_speedup=1.80),
     DrafterFamily(
         name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
-        architecture="DFlashDraftModel", target_states="fused", whole_vocabulary=True,
+        architecture="DFlashDraftModel", read_architectures=("DFlash2DraftModel",), target_states="fused",
+        whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
         drafting_weights=lambda sizes, _depth: _dflash_parameters(sizes) + _output_matrix(sizes),
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",

@@ -10,8 +10,9 @@ where the config does not tell: EAGLE's authors give a drafter the architecture 
                    SGLang, Model Optimizer), Eagle3LlamaForCausalLM (AngelSlim, vLLM)
     speculators    speculators_model_type; the layer's config is nested, layer ids are vLLM's
     DFlash         DFlashDraftModel; sizes of the block are in dflash_config or at the top level
+    DFlash2        DFlash2DraftModel and SGLang's other names of it; drafted with and not trained
     DSpark         DSparkDraftModel (SpecForge), Qwen3DSparkModel (DeepSpec), or DFlashDraftModel with a rank (Model
-                   Optimizer): DFlash with a Markov head. Its confidence head, which only some engines read, is dropped
+                   Optimizer): DFlash with a Markov head. A confidence head that reads the state alone is dropped
     draft model    LlamaForCausalLM without an fc
 
 Absent keys get the trainers' defaults: a rotary base of 10000, EAGLE-3's layers as SGLang and vLLM choose them,
@@ -21,13 +22,14 @@ dropped, since every engine reads the target's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning import drafter_rules, eagle3_rules
-from eyrie_api.planning.drafter_rules import LAYER_IDS, Finding, Header, Target, foreign_architecture
+from eyrie_api.planning.drafter_rules import DFLASH2, LAYER_IDS, Finding, Header, Target, foreign_architecture
 from eyrie_api.planning.eagle3_rules import MAPS, canonical_name, joins_one_state, nested
 from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
 from eyrie_api.planning.target_config import DEFAULT_ROPE_THETA
@@ -97,7 +99,10 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
     if names in (_LLAMA, ["Eagle3LlamaForCausalLM"], [_EAGLE3]):
         return _eagle3(config, architecture, num_layers)
     if _is_dspark(config):
-        return Form("dspark", _dspark(config, num_layers), _dspark_name)
+        converted = _dspark(config, num_layers)
+        return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
+    if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
+        return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
     family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
@@ -224,6 +229,8 @@ def _from_speculators_eagle1(source: Mapping[str, Any], layer: Mapping[str, Any]
     return Form("eagle1", ours.config, name_of)
 
 
+_IS_DFLASH2 = ("projector_type", "dflash2")  # Model Optimizer's
+_DFLASH2 = [[DFLASH2], ["DFlash2BeamDraftModel"], ["MiniMaxDFlash2DraftModel"]]  # one class in SGLang
 _NEUTRAL = {"causal": False, "use_swa": False, "attention_sink_bias": False, "projector_type": "dflash"}
 """Keys of `dflash_config` by which a trainer says that a variant is not used."""
 
@@ -237,7 +244,7 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         raise InvalidInput("is_causal is true: in the blocks that Eyrie computes every position sees the whole block",
                            "serve this one in SGLang")
     settings = {key: value for key, value in own.items()
-                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key]))}
+                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key])) and (key, value) != _IS_DFLASH2}
     for key, absent in (("block_size", None), ("num_target_layers", num_layers), ("mask_token_id", None),
                         ("target_layer_ids", _spread_layers(config.get("num_hidden_layers"), num_layers))):
         value = settings.get(key, config.get(key))
@@ -269,16 +276,21 @@ def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         raise InvalidInput("sample_from_anchor is false: in Eyrie's blocks the settled token's position proposes too",
                            "serve this one in SGLang")
     head = {key: own.pop(key, config.get(key)) for key in ("markov_head_type", "markov_rank")}
-    for key in ("sample_from_anchor", "projector_type", "enable_confidence_head", "confidence_head_with_markov"):
+    confidence = {key: own.pop(key, config.get(key)) for key in ("enable_confidence_head",
+                                                                 "confidence_head_with_markov")}
+    for key in ("sample_from_anchor", "projector_type"):
         own.pop(key, None)
+    has_confidence = all(value is True for value in confidence.values())
     kept = {key: value for key, value in config.items() if key != "dspark_config"}
     return _dflash(kept | {"dflash_config": own}, num_layers) | head | {
-        "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": False}
+        "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": has_confidence,
+        "confidence_head_with_markov": has_confidence}
 
 
-def _dspark_name(name: str) -> str | None:
+def _dspark_name(has_confidence: bool, name: str) -> str | None:
     name = name.removeprefix("model.")
-    return None if name.split(".")[0] in ("confidence_head", "embed_tokens", "lm_head") else _stored(name)
+    dropped = ("embed_tokens", "lm_head") if has_confidence else ("confidence_head", "embed_tokens", "lm_head")
+    return None if name.split(".")[0] in dropped else _stored(name)
 
 
 def _spread_layers(num_draft_layers: object, num_layers: int | None) -> list[int] | None:
@@ -338,6 +350,9 @@ def require_agreement(spec: DrafterSpec, family: str, config: Mapping[str, Any])
     if family != spec.family:
         raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is of family {family!r}, and drafter.family is "
                            f"{spec.family!r}", f"set drafter.family to {family!r}")
+    if config.get("architectures") == [DFLASH2]:
+        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is a DFlash2 drafter, whose selector Eyrie does not train",
+                           f"name it in rivals, or train without {INIT_FROM}")
     for field, own in own_settings(family, config).items():
         wanted = getattr(spec, field)
         if wanted not in (None, False) and wanted != own:

@@ -110,15 +110,14 @@ def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _SERVED_BY = {
-    **dict.fromkeys(("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"), (
-        "a DFlash2 drafter, whose convolutions and selector", "DFLASH")),
     "LiLiCorrDraftModel": ("a LiLiCorr drafter, whose reranker", "DFLASH"),
     "DFlashLagunaForCausalLM": ("a DFlash drafter of Laguna, whose gates", "DFLASH"),
     "Eagle3DeepseekV2ForCausalLM": ("an EAGLE-3 drafter with MLA, whose attention", "EAGLE3"),
 }
 """Architectures of drafters that SGLang 0.5.23 serves and Eyrie does not compute: what they are, and the algorithm."""
 
-_PROJECTORS = {"dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+DFLASH2 = FAMILIES["dflash"].read_architectures[0]
+_PROJECTORS = {"lilicorr": "LiLiCorrDraftModel"}
 """`dflash_config.projector_type` -> architecture, where a trainer writes that of DFlash (Model Optimizer)."""
 
 
@@ -189,6 +188,11 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
         yield error("contract", f"dflash_config is {own!r}, not an object", again)
         return
     known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
+    if config.get("architectures") == [DFLASH2]:
+        known |= set(own) & {*_SELECTOR_KEYS, "output_multiplier", "final_logit_softcapping"}
+        if fault := _selector_fault(own, config["hidden_size"], config["vocab_size"]):
+            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
+            return
     if set(own) != known:
         yield error("contract", f"dflash_config has {sorted(own)}, not {sorted(known)}",
                     "serve other variants in SGLang")
@@ -209,12 +213,33 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
                     f"{depth - 2}", again)
 
 
+_SELECTOR_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+
+
+def _selector_fault(own: Mapping[str, Any], hidden: int, vocab: int) -> str | None:
+    """The first fault of what DFlash2 adds to `dflash_config`."""
+    if not (_whole(own.get("selector_rank"), 1, None) and _whole(own.get("selector_top_k"), 1, vocab)):
+        return (f"selector_rank is {own.get('selector_rank')!r} and selector_top_k {own.get('selector_top_k')!r}, not "
+                f"positive whole numbers, the second up to {vocab}")
+    taps, group = own.get("conv_kernel_size") or 0, own.get("conv_group_size") or 0
+    if (taps, group) != (0, 0) and not (_whole(taps, 1, 16) and _whole(group, 1, hidden) and hidden % group == 0):
+        return f"conv_kernel_size is {taps!r} and conv_group_size {group!r}, not up to 16 and a divisor of {hidden}"
+    for key in ("output_multiplier", "final_logit_softcapping"):
+        value = own.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            return f"{key} is {value!r}, not a positive number"
+    return None
+
+
 def dspark_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """A DSpark drafter's config; the first fault."""
     kind, rank = config.get("markov_head_type"), config.get("markov_rank")
     if kind not in get_args(MarkovHeadKind) or not _whole(rank, 1, None):
         yield error("contract", f"markov_head_type is {kind!r} and markov_rank {rank!r}: not one of "
                     f"{', '.join(get_args(MarkovHeadKind))} and a positive whole number", "export the drafter again")
+    elif config.get("enable_confidence_head") and config.get("confidence_head_with_markov", True) is not True:
+        yield error("contract", "confidence_head_with_markov is false: Eyrie's confidence heads read the token before",
+                    "serve this one in SGLang")
     else:
         yield from block_rules(config, 1)
 
@@ -276,9 +301,27 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
         del layers["layers.0.input_layernorm.weight"]
         return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
     num_aux = len(config["dflash_config"]["target_layer_ids"])
+    layers |= _dflash2_tensors(config, sizes)
     if family == "dspark":
         layers |= _markov_tensors(config["markov_head_type"], config["markov_rank"], config["vocab_size"], hidden)
+        if config.get("enable_confidence_head"):
+            layers |= {"confidence_head.proj.weight": (1, hidden + config["markov_rank"]),
+                       "confidence_head.proj.bias": (1,)}
     return {"fc.weight": (hidden, num_aux * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)} | layers
+
+
+def _dflash2_tensors(config: Mapping[str, Any], sizes: TargetFacts) -> dict[str, tuple[int, ...]]:
+    own, hidden, added = config["dflash_config"], sizes.hidden_size, dict[str, tuple[int, ...]]()
+    if "selector_rank" in own:
+        rank, name = own["selector_rank"], "candidate_selector."
+        added |= dict.fromkeys((f"{name}predecessor_codebook", f"{name}successor_codebook"), (sizes.vocab_size, rank))
+        added[f"{name}hidden_projection.weight"] = (rank, hidden)
+    if taps := own.get("conv_kernel_size"):
+        for name in (f"layers.{layer}.{part}_conv." for layer in range(sizes.num_layers)
+                     for part in ("attention", "mlp")):
+            added |= {f"{name}base_kernel": (2, taps, hidden),
+                      f"{name}kernel_projection.weight": (2 * taps * (hidden // own["conv_group_size"]), hidden)}
+    return added
 
 
 def _markov_tensors(kind: str, rank: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -195,6 +195,20 @@ def dflash_newer() -> Published:
                      _dflash_tensors(2, 3))
 
 
+def dflash2() -> Published:
+    """The authors' DFlash2: a selector and convolutions."""
+    older, conv = dflash_newer(), dict[str, tuple[int, ...]]()
+    for name in (f"layers.{layer}.{part}_conv." for layer in range(2) for part in ("attention", "mlp")):
+        conv |= {f"{name}base_kernel": (2, 2, HIDDEN), f"{name}kernel_projection.weight": (2 * 2 * HIDDEN // 8, HIDDEN)}
+    name, own = "candidate_selector.", {"selector_rank": 4, "selector_top_k": 8, "conv_kernel_size": 2,
+                                        "conv_group_size": 8, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+    return Published(older.config | {"architectures": ["DFlash2DraftModel"],
+                                     "dflash_config": older.config["dflash_config"] | own},
+                     older.tensors | _random(conv | {
+                         f"{name}predecessor_codebook": (VOCAB, 4), f"{name}successor_codebook": (VOCAB, 4),
+                         f"{name}hidden_projection.weight": (4, HIDDEN)}, torch.bfloat16))
+
+
 def dspark() -> Published:
     """SpecForge's DSpark: DFlash with a Markov head."""
     plain = dflash()
@@ -211,7 +225,8 @@ def dspark_of_deepspec() -> Published:
     config = {key: value for key, value in dspark().config.items() if key != "dflash_config"}
     return Published(config | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": VOCAB - 1, "num_anchors": 512,
                                "target_layer_ids": [1, 5, 9], "markov_rank": 4, "markov_head_type": "vanilla",
-                               "enable_confidence_head": True}, dspark().tensors | _random({
+                               "enable_confidence_head": True, "confidence_head_with_markov": True},
+                     dspark().tensors | _random({
                                    "confidence_head.proj.weight": (1, HIDDEN + 4), "confidence_head.proj.bias": (1,)},
                                    torch.bfloat16))
 
@@ -227,6 +242,7 @@ READ: dict[str, tuple[Callable[[], Published], str]] = {
     "SpecForge with layer ids": (specforge_with_layers, "eagle3"), "speculators": (speculators, "eagle3"),
     "speculators EAGLE-1": (speculators_eagle_1, "eagle1"), "Model Optimizer": (model_optimizer, "eagle3"),
     "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash"),
+    "DFlash2": (dflash2, "dflash"),
     "DSpark": (dspark, "dspark"), "DSpark of DeepSpec": (dspark_of_deepspec, "dspark"),
     "DSpark of Model Optimizer": (dspark_of_model_optimizer, "dspark")}
 """Form -> its program, and the family that it becomes."""
@@ -249,7 +265,6 @@ REFUSED: dict[str, tuple[Callable[[], Published], str, str]] = {
     "EAGLE-1 of Qwen 2": (_changed(eagle_1, qkv_bias=True), "qkv_bias is true", "without"),
     "Domino": (_changed(dflash, dflash_config={"projector_type": "domino", "mask_token_id": 9}),
                "Domino drafter, whose recurrent head", "--speculative-algorithm DFLASH"),
-    "DFlash2": (_changed(dflash, architectures=["DFlash2DraftModel"]), "DFlash2 drafter, whose convolutions", "DFLASH"),
     "DFlash with a window": (_changed(dflash, dflash_config={"use_swa": True, "swa_window_size": 64,
                                                              "mask_token_id": 9}),
                              "dflash_config has .*use_swa", "in SGLang"),

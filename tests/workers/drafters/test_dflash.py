@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -121,16 +121,19 @@ def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(target: Ta
         drafter, ends, aux, tokens[0]))
 
 
+ConfidenceOf = Callable[[DFlashDrafter, TargetEmbeddings, Tensor, list[int], int], Tensor]
+"""The logit of a confidence head at one step, from the same."""
 LogitsOf = Callable[[DFlashDrafter, TargetEmbeddings, Tensor, list[int]], Sequence[Tensor] | Tensor]
 """[V] logits of each step, from the aux states up to a root and the tokens after it: the settled one first."""
 
 
 def check_loss_and_gradients(family: FamilyImplementation, drafter: DFlashDrafter, target: TargetModel,
-                             logits_of: LogitsOf) -> None:
+                             logits_of: LogitsOf, confidence_of: ConfidenceOf | None = None,
+                             loss: Literal["kl", "tv"] = "kl") -> None:
     """Those of a batch, in float64, equal the ones that follow from plain logits."""
     drafter, packed, ends = drafter.double(), documents((9, 12), torch.float64), ends_of(target)
     ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
-    settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
+    settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7, loss=loss)
     outcome = family.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
     outcome.loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
@@ -143,10 +146,16 @@ def check_loss_and_gradients(family: FamilyImplementation, drafter: DFlashDrafte
         start += length
         for root in range(length // 2 - 1, length - 2):  # token root + 1 is of the answer, and root + 2 is there
             steps = min(STEPS, length - 2 - root)
-            logits = logits_of(drafter, ends, aux[:root + 1], ids[root + 1: root + 1 + steps].tolist())
+            tokens = ids[root + 1: root + 1 + steps].tolist()
+            logits = logits_of(drafter, ends, aux[:root + 1], tokens)
             for step in range(steps):
                 p = (last[root + 1 + step] @ ends.lm_head.T).softmax(-1)
-                losses[step].append(-(p * logits[step].log_softmax(-1)).sum())
+                tv = (p - logits[step].softmax(-1)).abs().sum() / 2
+                losses[step].append(tv if loss == "tv" else -(p * logits[step].log_softmax(-1)).sum())
+                if confidence_of is not None:
+                    c = confidence_of(drafter, ends, aux[:root + 1], tokens, step).sigmoid()
+                    accepted = 1 - tv.detach()
+                    losses[step][-1] = losses[step][-1] - accepted * c.log() - (1 - accepted) * (1 - c).log()
     weights = torch.tensor([0.7 ** step for step in range(STEPS)], dtype=torch.float64)
     expected = (torch.stack([torch.stack(step).mean() for step in losses]) * weights / weights.sum()).sum()
     expected.backward()

@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyrie_api.contract.drafter import DrafterSpec, MarkovHeadKind
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dspark import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
@@ -19,6 +22,7 @@ from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from tests.workers.drafters.test_dflash import (
+    HIDDEN,
     LAYERS,
     STEPS,
     VOCAB,
@@ -67,10 +71,49 @@ def naive_logits(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, to
     return logits
 
 
+def naive_confidence(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, tokens: list[int],
+                     step: int) -> Tensor:
+    """The logit that the token after `tokens[step]` is accepted."""
+    head, confidence = drafter.markov_head, drafter.confidence_head
+    assert head is not None
+    assert confidence is not None
+    features = torch.cat([naive_stream(drafter, ends, aux, tokens[0])[step], head.markov_w1.weight[tokens[step]]])
+    return (confidence.proj.weight @ features + confidence.proj.bias)[0]
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(kind: MarkovHeadKind,
+def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(kind: MarkovHeadKind, loss: Literal["kl", "tv"],
                                                                       target: TargetModel) -> None:
-    check_loss_and_gradients(FAMILY, drafter_for(target, kind), target, naive_logits)
+    check_loss_and_gradients(FAMILY, drafter_for(target, kind), target, naive_logits, naive_confidence, loss)
+
+
+def test_evaluation_measures_the_drafting_alone(target: TargetModel) -> None:
+    drafter, packed = drafter_for(target), documents((9, 12))
+    objective = FAMILY.objective(drafter, ends_of(target), TrainSpec(), 12, torch.float32)
+    before = float(objective(packed).loss.detach())
+    assert drafter.confidence_head is not None
+    torch.nn.init.constant_(drafter.confidence_head.proj.bias, 9.0)
+    assert float(objective(packed).loss.detach()) == before
+
+
+def test_a_drafter_without_a_confidence_head_is_read_and_continued(target: TargetModel, tmp_path: Path) -> None:
+    FAMILY.save(tmp_path, drafter_for(target), "float32", None)
+    tensors = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+               if not name.startswith("confidence_head.")}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"enable_confidence_head": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert isinstance(open_drafter(tmp_path, target), DFlashProposer)
+    assert load_drafter(tmp_path).confidence_head is None
+
+
+def test_a_confidence_head_that_does_not_read_the_token_before_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    FAMILY.save(tmp_path, drafter_for(target), "float32", None)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"confidence_head_with_markov": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointInvalid, match="confidence_head_with_markov is false"):
+        open_drafter(tmp_path, target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,6 +151,8 @@ def test_a_new_drafter_proposes_the_marginals_alone(target: TargetModel) -> None
     assert drafter.markov_head is not None
     assert not bool(drafter.markov_head.markov_w2.weight.any())
     assert bool(drafter.markov_head.markov_w1.weight.any())
+    assert drafter.confidence_head is not None
+    assert not any(bool(parameter.any()) for parameter in drafter.confidence_head.parameters()), "each c is 1/2"
 
 
 def test_the_export_is_what_sglang_reads(target: TargetModel, tmp_path: Path) -> None:
@@ -115,7 +160,9 @@ def test_the_export_is_what_sglang_reads(target: TargetModel, tmp_path: Path) ->
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     assert config["architectures"] == ["DSparkDraftModel"]
     assert (config["markov_head_type"], config["markov_rank"], config["block_size"]) == ("rnn", RANK, STEPS)
-    assert config["enable_confidence_head"] is False
+    assert (config["enable_confidence_head"], config["confidence_head_with_markov"]) == (True, True)
+    assert tensors["confidence_head.proj.weight"].shape == (1, HIDDEN + RANK)
+    assert tensors["confidence_head.proj.bias"].shape == (1,)
     assert {name for name in tensors if name.startswith("markov")} == {
         f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight", "joint_proj.weight",
                                            "joint_proj.bias")}

@@ -31,8 +31,9 @@ The mask is a token of the target's vocabulary, since the embedding is the targe
 tokenizer that does not end answers (reserved and image tokens come last), or the last id where there is none. It is
 stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
 
-SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. It has not been run with these
-exports; they follow its loader, and reading one checks it strictly.
+SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. `tests/sglang/test_blocks` runs its
+workers on a CPU, with kernels replaced: they accept the same tokens as Eyrie's engine from these exports. A block of
+DFlash2, which others train, has two parts more (`drafters.dflash2`).
 
     T packed tokens, A aux layers, R roots, S steps, C block positions, L layers, B rows, H hidden, V vocabulary,
     K kv heads, W query heads per kv head, E head size, M rank of the Markov head
@@ -55,10 +56,12 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.dflash2 import SELECTOR, Convolutions, Selector, SelectorConfig
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
-from eyrie_workers.drafters.markov_head import MarkovConfig, MarkovHead
+from eyrie_workers.drafters.markov_head import ConfidenceHead, MarkovConfig, MarkovHead
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -94,6 +97,12 @@ class DFlashConfig:
     markov: MarkovConfig | None = None
     """Of DSpark, whose settled token's position proposes too."""
 
+    confidence: bool = False
+    """Whether a confidence head stands next to the Markov head."""
+
+    selector: SelectorConfig | None = None
+    """Of DFlash2."""
+
     @property
     def first(self) -> int:
         """The position of the block that proposes the token after the settled one."""
@@ -113,7 +122,9 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = Norm(hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
-        self.markov_head = MarkovHead(config.markov, config.decoder.vocab_size, hidden) if config.markov else None
+        markov = config.markov
+        self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
+        self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
 
     def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
@@ -171,10 +182,14 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         states = states_NH.split([alive for alive in plan.alive if alive])
         if markov is None:
             return Prediction(states, self._head_VH)
-        read = markov.unroll([documents.token_ids[plan.roots[:alive] + 1 + step]
-                              for step, alive in enumerate(plan.alive) if alive], states)
+        previous = [documents.token_ids[plan.roots[:alive] + 1 + step]
+                    for step, alive in enumerate(plan.alive) if alive]
+        read, accepted = markov.unroll(previous, states), None
+        if self.drafter.confidence_head is not None:
+            features = torch.cat([states_NH, markov.markov_w1(torch.cat(previous))], 1)
+            accepted = self.drafter.confidence_head.proj(features).squeeze(1)
         return Prediction(tuple(torch.cat([state, z], 1) for state, z in zip(states, read, strict=True)),
-                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1))
+                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1), accepted=accepted)
 
     def flops(self, plan: UnrollPlan) -> int:
         """The features of every token, the layers at every block position, the output matrix at the predictions."""
@@ -184,8 +199,10 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = (4 * plan.num_predictions + 2 * plan.target_positions.numel()) * decoder.hidden_size
-        if self.drafter.config.markov is not None:
-            heads += 6 * plan.num_predictions * self.drafter.config.markov.rank
+        if (markov := self.drafter.config.markov) is not None:
+            heads += 6 * plan.num_predictions * markov.rank
+            if self.drafter.config.confidence and self.loss_kind != "tv":  # acceptance, which other losses do not give
+                heads += 2 * plan.num_predictions * (decoder.hidden_size + markov.rank)
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
                 + heads * decoder.vocab_size)
 
@@ -244,8 +261,12 @@ class DFlashProposer:
             self._markov.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
                                           if name.startswith(_MARKOV)}, assign=True)
             self._w2 = Linear(tensors[f"{_MARKOV}markov_w2.weight"])
-        body = {f"model.{name}": tensor for name, tensor in tensors.items() if not name.startswith(_MARKOV)}
-        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False)
+        self._selector = None if config.selector is None else Selector(config.selector, tensors)
+        body = {f"model.{name}": tensor for name, tensor in tensors.items()
+                if not name.startswith((_MARKOV, "confidence_head.", SELECTOR))}
+        convolved = "layers.0.mlp_conv.base_kernel" in tensors
+        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
+                                  around=Convolutions(tensors, config.block_size) if convolved else None)
         self.max_length = config.decoder.max_position_embeddings
 
     @property
@@ -287,6 +308,10 @@ class DFlashProposer:
         first = self._config.first
         states_BSH = states.unflatten(0, (-1, size))[:, first:first + shape.num_steps]
         logits_BSV, markov = self._target.logits(states_BSH), self._markov
+        if self._selector is not None:
+            steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
+            return build_limited_tree(steps(tokens_BC[:, :1], 0), lambda tokens, hidden, mask, depth: steps(
+                tokens, depth), shape, states_BSH.shape[1], None, noise)
         if markov is None:
             return build_tree_from_marginals(logits_BSV, shape, None, noise)
 
@@ -314,13 +339,12 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     if spec.family == "dspark":
         markov = MarkovConfig(spec.markov_head or "vanilla", markov_rank(target.hidden_size, spec.markov_rank))
     drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + (markov is None), layers, target.num_layers,
-                                         mask_token(embeddings.special, target), markov))
+                                         mask_token(embeddings.special, target), markov, markov is not None))
     initialise_parameters(drafter, seed)
     with torch.no_grad():
-        if drafter.markov_head is not None:  # the marginals alone
-            for name, parameter in drafter.markov_head.named_parameters():
-                if name == "markov_w2.weight" or name.endswith("bias"):
-                    parameter.zero_()
+        for name, parameter in drafter.named_parameters():  # the marginals alone, each accepted with probability 1/2
+            if name == f"{_MARKOV}markov_w2.weight" or name.startswith("confidence_head.") or name.endswith("bias"):
+                parameter.zero_()
         drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
     return drafter
 
@@ -334,7 +358,8 @@ def mask_token(special: Sequence[int], target: TargetConfig) -> int:
 def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
     config = drafter.config
     head = {} if config.markov is None else {
-        "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank, "enable_confidence_head": False}
+        "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank,
+        "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence}
     family = FAMILIES["dflash" if config.markov is None else "dspark"]
     written = decoder_json(config.decoder, family.architecture, dtype) | head | {
         "block_size": config.block_size, "num_target_layers": config.num_target_layers,
@@ -354,7 +379,8 @@ def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
     markov = MarkovConfig(config["markov_head_type"], config["markov_rank"]) if family == "dspark" else None
     return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
                         tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
-                        own["mask_token_id"], markov)
+                        own["mask_token_id"], markov, bool(config.get("enable_confidence_head")),
+                        SelectorConfig.of(own) if "selector_top_k" in own else None)
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -376,6 +402,9 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
 def load_drafter(directory: Path) -> DFlashDrafter:
     """To continue its training. Raises as `load`."""
     config, tensors = load(directory)
+    if config.selector is not None:
+        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose selector Eyrie does not train",
+                                "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
     drafter.load_state_dict(tensors)
     return drafter

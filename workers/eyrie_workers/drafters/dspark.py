@@ -1,8 +1,8 @@
 """DSpark: DFlash's block with a Markov head, so that each token reads the one drafted before it (arXiv:2607.05147).
 
 What it computes is in `drafters.blocks`. The objective is `train.loss` over the target's distribution; the authors' is
-`tv` with a tenth of cross-entropy. The paper's confidence head, by which an engine verifies a part of a block, is not
-trained: SGLang verifies whole blocks without it.
+`tv` with a tenth of cross-entropy. The confidence head, by which an engine verifies a part of a block, is trained with
+it; Eyrie's engine and SGLang's default, `SGLANG_RAGGED_VERIFY_MODE=static`, verify whole blocks and do not read it.
 
 Experimental: no comparison of this repository has it yet.
 """

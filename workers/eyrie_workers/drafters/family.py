@@ -103,7 +103,7 @@ def family_named(name: str) -> FamilyImplementation:
 def family_of(architectures: object) -> FamilyImplementation | None:
     """The family of a checkpoint, from `architectures` in its config.json; None when it is of no family."""
     for row in FAMILIES.values():
-        if architectures == [row.architecture]:
+        if architectures in ([row.architecture], *([name] for name in row.read_architectures)):
             return _implementation(row)
     return None
 

@@ -14,6 +14,13 @@ norm:
 Names and formulas are those of SGLang 0.5.23 (`srt/models/dspark.py`). W_2 starts at zero: a new drafter proposes the
 marginals alone. Bias and logits are one product, [h_s ; z_s] with [W_head W_2], so the loss needs no second form.
 
+A confidence head gives the probability that the target accepts token s where it has accepted those before it, from
+the state and the token before, as DSPARK reads it where it verifies a part of a block:
+
+    c_s = sigmoid(w [h_s ; w_1[t]] + b)          trained with cross-entropy against 1 - tv(p_s, q_s), q_s the target's
+
+That loss and its weight of 1 are the paper's (`Objective._acceptance_loss`). It starts at 1/2.
+
     R roots or nodes, H hidden, M rank, V vocabulary
 """
 
@@ -30,6 +37,12 @@ from eyrie_api.contract.drafter import MarkovHeadKind
 class MarkovConfig:
     kind: MarkovHeadKind
     rank: int
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden_size + rank, 1)
 
 
 class MarkovHead(nn.Module):

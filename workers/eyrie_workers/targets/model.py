@@ -50,6 +50,18 @@ class Attend(Protocol):
         ...
 
 
+class Around(Protocol):
+    """What a drafter computes around attention and MLP of its layers (`drafters.dflash2`)."""
+
+    def before(self, layer: int, sublayer: str, x_MH: Tensor) -> tuple[Tensor, Tensor]:
+        """From the normed input of `attention` or `mlp`: what enters it, and what `after` needs."""
+        ...
+
+    def after(self, x_MH: Tensor, kept: Tensor) -> Tensor:
+        """From its output, what is added to the residual stream."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Tensor | None
@@ -70,13 +82,14 @@ class TargetModel:
     """A frozen target of one of `target_config.FAMILIES`. Immutable: state is in the caller's cache."""
 
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None, *,
-                 head: bool = True) -> None:
+                 head: bool = True, around: Around | None = None) -> None:
         """`weights` by their Hugging Face names, all of one dtype and device.
 
         Each is requested once and dropped when its layer is built: a mapping that reads on request
         (`loading.CheckpointTensors`) never holds more than one layer's tensors in addition to the finished ones.
 
-        head  whether `logits` will be called, which needs a packed copy of the output matrix
+        head    whether `logits` will be called, which needs a packed copy of the output matrix
+        around  of a drafter; its norms come before attention and MLP
         """
         self.config = config
         self.path = path
@@ -88,7 +101,8 @@ class TargetModel:
         self._final_norm = weights["model.norm.weight"]
         self._head = Linear(self.lm_head_weight if head else self.lm_head_weight[:1])
         self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
-        self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
+        self._around = around
+        self._layers = [_layer(config, weights, i, folds=around is None) for i in range(config.num_layers)]
         ropes = [None if index in config.unrotated_layers else
                  config.full_rope if config.full_rope is not None and config.layer_types[index] == FULL else config.rope
                  for index in range(config.num_layers)]
@@ -124,7 +138,10 @@ class TargetModel:
             x = x * config.embedding_scale
         kept = {0: x} if 0 in aux_layers else {}
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(x if config.post_norm else self._norm(x, layer.input_norm)).to(wide)
+            normed = x if config.post_norm else self._norm(x, layer.input_norm)
+            if self._around is not None:
+                normed, kept_input = self._around.before(index, "attention", normed)
+            heads = layer.qkv(normed).to(wide)
             heads = heads.view(num_tokens, -1, config.head_dim)
             rotated = heads[:, :num_rotated]
             # Qwen3 normalises each head; Olmo all heads of q together and all of k together.
@@ -137,7 +154,12 @@ class TargetModel:
             # Rotary embedding: adjacent pairs as complex numbers, multiplied in place; values are not rotated.
             torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations[self._rope_of_layer[index]])
             attended = attend(index, heads.to(attend.dtype))
-            if layer.attention_norm is None:
+            if self._around is not None:
+                x = x + self._around.after(layer.output(attended), kept_input)
+                normed, kept_input = self._around.before(index, "mlp", self._norm(x, layer.mlp_norm))
+                gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+                x = x + self._around.after(layer.down(F.silu(gate).mul_(up)), kept_input)
+            elif layer.attention_norm is None:
                 x = self._add(x, layer.output, attended)
                 gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
                 x = self._add(x, layer.down, F.silu(gate).mul_(up))
@@ -219,7 +241,7 @@ def pairs_together(rows: Tensor, head_dim: int, rotary_size: int | None = None) 
     return torch.cat([pairs, heads[:, size:]], dim=1).view(rows.shape)
 
 
-def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
+def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int, folds: bool) -> _Layer:
     def get(name: str) -> Tensor:
         return weights[f"model.layers.{index}.{name}"]
 
@@ -236,7 +258,7 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     del q, k, v
     qkv_bias = torch.cat([together(get(attention.format("q", "bias"))), together(get(attention.format("k", "bias"))),
                           get(attention.format("v", "bias"))]) if config.attention_bias else None
-    fold = qkv.dtype == torch.float32 and not config.post_norm
+    fold = folds and qkv.dtype == torch.float32 and not config.post_norm
     input_norm = None if config.post_norm else get("input_layernorm.weight")
     # Olmo applies this tensor to the attention output, the other families before the MLP.
     after_attention = get("post_attention_layernorm.weight")

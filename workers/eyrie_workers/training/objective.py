@@ -32,6 +32,7 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.artifacts import digest_bytes
@@ -238,12 +239,14 @@ class Prediction:
     heads     [D, H], or one for each step.
     extra     [N] another loss of each prediction, weighted as its first; None: none (EAGLE-1's regression).
     computed  rows of `states` including those that pad to a round number; None: no row is padding.
+    accepted  [N] logits of the probability that each prediction is accepted, trained with the first; None: none.
     """
 
     states: tuple[Tensor, ...]
     heads: Tensor | tuple[Tensor, ...]
     extra: Tensor | None = None
     computed: int | None = None
+    accepted: Tensor | None = None
 
 
 class Objective(ABC, Generic[DrafterT]):
@@ -373,8 +376,12 @@ class Objective(ABC, Generic[DrafterT]):
         # 3. Logits and loss: one pass where all steps share an output matrix, otherwise one per step.
         table, sizes = supervision.targets.table, [state.shape[0] for state in prediction.states]
         if isinstance(prediction.heads, Tensor):
-            loss, _, choice_N = soft_target_loss(torch.cat(prediction.states), prediction.heads, table,
-                                                 supervision.row_N, supervision.share_N, self.loss_kind, evaluating)
+            states_NH = torch.cat(prediction.states)
+            loss, losses_N, choice_N = soft_target_loss(states_NH, prediction.heads, table, supervision.row_N,
+                                                        supervision.share_N, self.loss_kind, evaluating)
+            if prediction.accepted is not None and not evaluating:
+                loss = loss + self._acceptance_loss(prediction.accepted, states_NH.detach(), prediction.heads.detach(),
+                                                    supervision, losses_N)
         else:
             per_step = [soft_target_loss(state, head, table, row, share, self.loss_kind, evaluating)
                         for state, head, row, share in zip(prediction.states, prediction.heads,
@@ -392,6 +399,19 @@ class Objective(ABC, Generic[DrafterT]):
             hits = hits_N.split([alive for alive in plan.alive if alive])
         supervised = plan.num_predictions
         return Outcome(loss, supervised, hits, self.flops(plan), prediction.computed or supervised)
+
+
+    def _acceptance_loss(self, logits_N: Tensor, states_NH: Tensor, head_VH: Tensor, supervision: Supervision,
+                         losses_N: Tensor) -> Tensor:
+        """Cross-entropy of predicted acceptance against 1 - tv, the probability that verification accepts a token of
+        the drafter's distribution: DSpark's loss of its confidence head (arXiv:2607.05147), as weighted as the first.
+        """
+        if self.loss_kind != "tv":  # another pass over the output matrix, without gradients
+            losses_N = soft_target_loss(states_NH, head_VH, supervision.targets.table, supervision.row_N,
+                                        supervision.share_N, "tv")[1]
+        each_N = F.binary_cross_entropy_with_logits(logits_N, (1 - losses_N).clamp(0, 1).to(logits_N.dtype),
+                                                    reduction="none")
+        return torch.dot(each_N, supervision.share_N.to(each_N.dtype))
 
 
 def draw_positions(documents: PackedBatch, context: StepContext, share: float) -> Tensor:

@@ -12,6 +12,7 @@ import os
 import sys
 
 import torch
+from block_workers import run_block_workers_on_cpu
 from sgl_kernel.mixture import fused_gate_sigmoid_mul_add
 from sglang.kernels.ops.elementwise import elementwise
 from sglang.srt.plugins import load_plugins
@@ -21,6 +22,7 @@ from sglang.srt.server_args import prepare_server_args
 override_platform(has_amx=True).install()
 elementwise.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add  # before a model's module imports it by name
 torch.cuda.synchronize = lambda device=None: None  # a torch without CUDA raises
+run_block_workers_on_cpu()
 
 
 def main() -> None:

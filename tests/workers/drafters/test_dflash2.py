@@ -1,0 +1,189 @@
+"""DFlash2, which others train: a block as the formulas read plainly, the trees, and what is refused.
+
+That SGLang's class proposes the same tokens is shown in `tests/sglang/test_blocks`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.drafter_forms import convert, require_agreement
+from eyrie_workers.drafters.blocks import DFlashProposer, load_drafter
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.dflash import FAMILY
+from eyrie_workers.drafters.family import open_drafter
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
+from eyrie_workers.speculation.protocol import CommittedTokens
+from eyrie_workers.targets.model import TargetModel
+from tests.dflash2 import make_dflash2
+from tests.workers.drafters.test_dflash import (
+    CHAIN,
+    HIDDEN,
+    STEPS,
+    VOCAB,
+    apply_rotary,
+    documents,
+    drafter_for,
+    ends_of,
+    rms,
+    target,
+)
+
+__all__ = ["target"]  # the fixture
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 8}
+CAPPED = SELECTOR | {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+
+
+def published(target: TargetModel, directory: Path, own: Mapping[str, Any] = SELECTOR) -> Path:
+    """A DFlash2 drafter of random weights."""
+    FAMILY.save(directory, drafter_for(target), "float32", None)
+    return make_dflash2(directory, own, selector=0.3, convolutions=0.3)
+
+
+def convolved(t: Mapping[str, Tensor], name: str, side: int, normed: Tensor, x: Tensor) -> Tensor:
+    """[C, H] of x [C, H], with the kernels that follow from `normed`; one place and one channel group at a time."""
+    base, places = t[f"{name}base_kernel"], []
+    for place in range(x.shape[0]):
+        delta = (t[f"{name}kernel_projection.weight"] @ normed[place]).view(2, base.shape[1], -1)[side]
+        total = torch.zeros(HIDDEN)
+        for tap in range(min(base.shape[1], place + 1)):
+            total += (base[side, tap] + delta[tap].repeat_interleave(SELECTOR["conv_group_size"])) * x[place - tap]
+        places.append(total)
+    return torch.stack(places)
+
+
+def naive_states(directory: Path, target: TargetModel, ends: TargetEmbeddings, aux: Tensor, token: int) -> Tensor:
+    """[S, H] states of the mask positions behind the final norm."""
+    t, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    eps, theta, settled, size = config["rms_norm_eps"], config["rope_theta"], aux.shape[0], config["head_dim"]
+    features = rms(aux.flatten(1) @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
+    stream = ends.embed[[token] + [config["dflash_config"]["mask_token_id"]] * STEPS]
+    for layer in range(config["num_hidden_layers"]):
+        a, m = f"layers.{layer}.self_attn.", f"layers.{layer}.mlp."
+
+        def heads(part: str, x: Tensor, position: int, a: str = a) -> Tensor:
+            return apply_rotary(rms((t[f"{a}{part}_proj.weight"] @ x).view(-1, size), t[f"{a}{part}_norm.weight"], eps),
+                                position, theta)
+
+        normed = rms(stream, t[f"layers.{layer}.input_layernorm.weight"], eps)
+        inner = convolved(t, f"layers.{layer}.attention_conv.", 0, normed, normed)
+        read = [*enumerate(features), *((settled + place, x) for place, x in enumerate(inner))]
+        group = config["num_attention_heads"] // config["num_key_value_heads"]
+        keys = torch.stack([heads("k", x, position) for position, x in read]).repeat_interleave(group, 1)
+        values = torch.stack([(t[f"{a}v_proj.weight"] @ x).view(-1, size) for _, x in read]).repeat_interleave(group, 1)
+        attended = torch.stack([torch.einsum("hl,lhe->he", (torch.einsum(
+            "he,lhe->hl", heads("q", x, settled + place), keys) * size ** -0.5).softmax(-1), values).flatten()
+            for place, x in enumerate(inner)])
+        out = attended @ t[f"{a}o_proj.weight"].T
+        stream = stream + convolved(t, f"layers.{layer}.attention_conv.", 1, normed, out)
+        normed = rms(stream, t[f"layers.{layer}.post_attention_layernorm.weight"], eps)
+        inner = convolved(t, f"layers.{layer}.mlp_conv.", 0, normed, normed)
+        out = (F.silu(inner @ t[f"{m}gate_proj.weight"].T) * (inner @ t[f"{m}up_proj.weight"].T)
+               ) @ t[f"{m}down_proj.weight"].T
+        stream = stream + convolved(t, f"layers.{layer}.mlp_conv.", 1, normed, out)
+    return rms(stream, t["norm.weight"], eps)[1:]
+
+
+def naive_log_q(directory: Path, ends: TargetEmbeddings, state: Tensor, before: int) -> dict[int, float]:
+    """Log probability of each candidate for the token after `before`."""
+    t, own = load_file(directory / "model.safetensors"), json.loads(
+        (directory / "config.json").read_text())["dflash_config"]
+    name, scores = "candidate_selector.", {}
+    context = t[f"{name}predecessor_codebook"][before] * (t[f"{name}hidden_projection.weight"] @ state)
+    logits = ends.lm_head @ state
+    for token in logits.topk(own["selector_top_k"]).indices.tolist():
+        unary = logits[token] * own.get("output_multiplier", 1.0)
+        if cap := own.get("final_logit_softcapping"):
+            unary = (unary / cap).tanh() * cap
+        scores[token] = unary + context @ t[f"{name}successor_codebook"][token]
+    return dict(zip(scores, torch.stack(list(scores.values())).log_softmax(-1).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("own", [SELECTOR, CAPPED])
+def test_trees_are_of_the_scores_of_the_formulas(own: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    directory, ends = published(target, tmp_path / "drafter", own), ends_of(target)
+    proposer = open_drafter(directory, target)
+    assert isinstance(proposer, DFlashProposer)
+    state, packed = proposer.new_state(2), documents((8, 8))
+    texts = list(zip(packed.token_ids.split([8, 8]), packed.aux.split([8, 8]), strict=True))
+    for row, (ids, aux) in enumerate(texts):
+        proposer.admit(state, row, ids[:1].tolist())
+        proposer.extend(state, CommittedTokens([row], [0], [ids[1:].tolist()], aux[None, :-1]))
+    chain = proposer.propose(state, [0, 1], CHAIN)
+    wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
+    for row, (ids, aux) in enumerate(texts):
+        states, before, drafted = naive_states(directory, target, ends, aux[:-1], int(ids[-1])), int(ids[-1]), []
+        for step in range(STEPS):
+            log_q = naive_log_q(directory, ends, states[step], before)
+            before = max(log_q, key=lambda token: log_q[token])
+            drafted.append(before)
+        assert chain.tokens[row, 1:].tolist() == drafted
+        for node in range(1, 7):
+            path, place = [], node
+            while place:
+                path.append(int(wide.tokens[row, place]))
+                place = int(wide.parents[row, place])
+            before, score = int(ids[-1]), 0.0
+            for step, token in enumerate(reversed(path)):
+                score += naive_log_q(directory, ends, states[step], before)[token]
+                before = token
+            assert float(wide.scores[row, node]) == pytest.approx(score, abs=1e-4)
+
+
+def test_a_drafter_without_convolutions_is_read(target: TargetModel, tmp_path: Path) -> None:
+    own = {key: value for key, value in SELECTOR.items() if key.startswith("selector")}
+    assert isinstance(open_drafter(published(target, tmp_path / "drafter", own), target), DFlashProposer)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"selector_rank": 0}, "selector_rank is 0"), ({"selector_top_k": VOCAB + 1}, "selector_top_k"),
+    ({"conv_group_size": 7}, "a divisor of 32"), ({"conv_group_size": None}, "conv_group_size"),
+    ({"output_multiplier": -1.0}, "output_multiplier"), ({"selector_depth": 2}, "selector_depth")])
+def test_a_selector_that_is_not_computed_is_refused(change: dict[str, Any], named: str, target: TargetModel,
+                                                   tmp_path: Path) -> None:
+    directory = published(target, tmp_path / "drafter")
+    config = json.loads((directory / "config.json").read_text())
+    config["dflash_config"] |= change
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointInvalid, match=named):
+        open_drafter(directory, target)
+
+
+def test_tensors_of_another_width_are_refused(target: TargetModel, tmp_path: Path) -> None:
+    directory = published(target, tmp_path / "drafter")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"candidate_selector.hidden_projection.weight": torch.zeros(7, HIDDEN)},
+              directory / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match="hidden_projection"):
+        open_drafter(directory, target)
+
+
+@pytest.mark.parametrize("names", [["DFlash2DraftModel"], ["DFlash2BeamDraftModel"], ["MiniMaxDFlash2DraftModel"],
+                                   ["DFlashDraftModel"]])
+def test_every_published_name_becomes_one(names: list[str], target: TargetModel, tmp_path: Path) -> None:
+    config = json.loads((published(target, tmp_path / "drafter") / "config.json").read_text())
+    if names == ["DFlashDraftModel"]:
+        config["dflash_config"]["projector_type"] = "dflash2"
+    form = convert(config | {"architectures": names}, None, None, target.config.num_layers)
+    assert (form.family, form.config["architectures"]) == ("dflash", ["DFlash2DraftModel"])
+    assert "projector_type" not in form.config["dflash_config"]
+    assert form.name_of("candidate_selector.successor_codebook") == "candidate_selector.successor_codebook"
+
+
+def test_training_does_not_continue_from_one(target: TargetModel, tmp_path: Path) -> None:
+    directory = published(target, tmp_path / "drafter")
+    with pytest.raises(CheckpointInvalid, match="whose selector Eyrie does not train"):
+        load_drafter(directory)
+    with pytest.raises(InvalidInput, match="whose selector Eyrie does not train"):
+        require_agreement(DrafterSpec(family="dflash", init_from="z/dflash2"), "dflash",
+                          json.loads((directory / "config.json").read_text()))
