@@ -237,8 +237,9 @@ class Pack:
         program = directory / "python"
         program.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec "{self.image}" "$@"\n')
         program.chmod(0o755)
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/sglang/test_launch_commands.py"], cwd=ROOT,
-                       check=True, env={**os.environ, "EYRIE_TEST_SGLANG": "1", "EYRIE_SGLANG_PYTHON": str(program)})
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "--timeout", "1200",
+                        "tests/sglang/test_launch_commands.py"], cwd=ROOT, check=True,
+                       env={**os.environ, "EYRIE_TEST_SGLANG": "1", "EYRIE_SGLANG_PYTHON": str(program)})
 
     def check_job(self, directory: Path) -> None:
         """Both packs unpacked, and a job to its end."""
