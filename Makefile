@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-published demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-published demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu gpu-pack sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -129,6 +129,11 @@ test-gpu:  ## kernels, capture, training steps and the engine on this machine's 
 
 bench-gpu:  ## measurements on a GPU, 13 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
 	@$(WITH_IMAGE) -m benchmarks.gpu --out .eyrie/bench
+
+# 45 minutes on one core, and 9 GB in OUT/work, which can be removed. IMAGE_PYTHON=<a Python 3.12>; nvcc 13.0, g++,
+# binutils and zstd of the machine: a step that one is missing for says NOT DONE.
+gpu-pack: setup  ## SGLang with compiled kernels and a job's libraries for a GPU image without a network: make gpu-pack OUT=DIR
+	@IMAGE_PYTHON="$(IMAGE_PYTHON)" $(BIN)/python -m benchmarks.gpu.pack $(or $(OUT),$(error give OUT=<a folder>))
 
 # CONTAINER=docker (with BuildKit), podman or buildah. PIP_CONF=<file> for an index of your own; BUILD_ARGS goes to the build.
 CONTAINER ?= docker

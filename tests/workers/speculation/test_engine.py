@@ -11,6 +11,7 @@ from eyrie_workers.speculation.engine import Engine, Generation, Request, StepOu
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target
+from tests.workers.independent_rows import INDEPENDENT_ROWS
 from tests.workers.speculation.chi_square import chi_square_score
 from tests.workers.speculation.drafters import OracleDrafter, RandomDrafter, TextState
 
@@ -118,6 +119,7 @@ def test_greedy_output_equals_hugging_face_generate(family: str, targets: dict[s
         assert text == theirs[0, prompt.shape[1]:].tolist()
 
 
+@INDEPENDENT_ROWS
 def test_verification_reproduces_plain_decoding_bit_for_bit(targets: dict[str, TargetModel]) -> None:
     """The claim of `cache` and `Linear`, counted: the states the drafter is given are those of plain decoding."""
     target = targets["qwen3"]

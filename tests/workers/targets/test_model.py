@@ -9,6 +9,7 @@ from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.operators import Linear, rms_normalise
 from tests.tiny import tiny_target
+from tests.workers.independent_rows import INDEPENDENT_ROWS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -79,7 +80,7 @@ def test_bfloat16_states_stay_close_to_float32(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (256, 1408), (704, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=INDEPENDENT_ROWS), torch.bfloat16])
 def test_a_row_of_a_product_does_not_depend_on_the_other_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, outputs = shape

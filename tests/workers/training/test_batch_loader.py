@@ -24,6 +24,7 @@ from eyrie_workers.training.batches import BatchLoader, Features, Schedule, open
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
+from tests.workers.independent_rows import INDEPENDENT_ROWS
 
 AUX_LAYERS = (1, 2, 3)
 HIDDEN = 32
@@ -69,6 +70,7 @@ def schedule_of(features: Features) -> Schedule:
     return Schedule(range(features.num_rows), features.lengths, max_tokens=160, epochs=2, seed=0)
 
 
+@INDEPENDENT_ROWS
 @pytest.mark.parametrize(("codec", "opinions"), [("float32", False), ("bfloat16", False), ("int8", False),
                                                  ("int4", False), ("bfloat16", True)])
 def test_a_stream_gives_what_a_store_gives_bit_for_bit(

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from eyrie_workers.targets.config import RopeConfig
 
-# Packing for one row makes oneDNN choose a different kernel when M is 1 (measured); 16 holds for all M.
+# Packing for one row makes oneDNN choose a different kernel when M is 1 (measured); 16 holds for all M with torch
+# 2.13.0. With 2.11.0+cu130 none does on a CPU: float32 rows are rounded by M, and nearly equal logits may swap places.
 _PACKED_ROWS = 16
 
 
