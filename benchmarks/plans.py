@@ -189,8 +189,8 @@ def page() -> str:
     """The whole page."""
     parts = ["# Plans of large jobs\n",
              "Computed by `python -m benchmarks.plans` from published peaks of the GPUs and assumed shares\n"
-             "of them ([hardware.py](../../api/eyrie_api/planning/hardware.py)); nothing here was measured. Of these\n"
-             "GPUs Eyrie has run on one H200 and one H100, without SGLang: [on a GPU](gpu.md) has its figures. "
+             "of them ([hardware.py](../../api/eyrie_api/planning/hardware.py)); only the last section\n"
+             "was measured. Of these GPUs Eyrie has run on one H200 and one H100, without SGLang. "
              "A test keeps the\n"
              "page current. Hours are expected ones with their range, stages one after the other, with the starts of\n"
              "servers (assumed: 30 to 120 s and the weights at 0.5 to 5 GB/s). Each doubling of a server's GPUs\n"
