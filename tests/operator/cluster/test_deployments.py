@@ -73,7 +73,7 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert (made.placement.image, made.placement.queue) == ("sglang:test", "team")
     assert made.placement.work == VolumeWork(claim="work")
     assert isinstance(made.engine, SglangPods)
-    assert (made.engine.plan.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
+    assert (made.engine.plan.engine.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
     assert made.cluster.gateway is not None
     assert made.cluster.gateway.hostnames == ("chat.example.org",)
     assert made.cluster.run_as == 0

@@ -223,7 +223,7 @@ def test_tool_conversations_of_the_quickstart_corpus_are_answered(tmp_path: Path
 @pytest.mark.parametrize(("text", "reason", "words"), [
     ("", "NoUsableData", "of 0 rows read none remains to be answered"),
     ('{"messages": []}\n\n', "NoUsableData", "empty conversation (1); empty line (1)"),
-    ('{"prompt": "x"}\n', "NoUsableData", "neither `messages` nor `conversations`"),
+    ('{"text": "x"}\n', "NoUsableData", "neither `messages` nor `conversations`"),
 ])
 def test_nothing_usable_is_an_error_that_says_why(tmp_path: Path, target: Path, text: str, reason: str,
                                                 words: str) -> None:
