@@ -22,7 +22,7 @@ from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import FamilyImplementation, open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -65,6 +65,17 @@ def documents(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> P
     return pack_rows([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
                   torch.randn(length, len(LAYERS), HIDDEN, generator=generator).to(dtype),
                   torch.randn(length, HIDDEN, generator=generator).to(dtype)) for length in lengths])
+
+
+def state_of_two_texts(proposer: DFlashProposer) -> tuple[DrafterState, list[tuple[Tensor, Tensor]]]:
+    """A state that has read two texts of eight tokens, and the token ids [8] and states [8, A, H] of
+    each."""
+    state, packed = proposer.new_state(2), documents((8, 8))
+    texts = list(zip(packed.token_ids.split([8, 8]), packed.aux.split([8, 8]), strict=True))
+    for row, (ids, aux) in enumerate(texts):
+        proposer.admit(state, row, ids[:1].tolist())
+        proposer.extend(state, CommittedTokens([row], [0], [ids[1:].tolist()], aux[None, :-1]))
+    return state, texts
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,7 +23,6 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.model import TargetModel
 from tests.dflash2 import make_dflash2
 from tests.workers.drafters.test_dflash import (
@@ -32,10 +31,10 @@ from tests.workers.drafters.test_dflash import (
     STEPS,
     VOCAB,
     apply_rotary,
-    documents,
     drafter_for,
     ends_of,
     rms,
+    state_of_two_texts,
     target,
 )
 
@@ -114,11 +113,7 @@ def test_trees_are_of_the_scores_of_the_formulas(own: dict[str, Any], target: Ta
     directory, ends = published(target, tmp_path / "drafter", own), ends_of(target)
     proposer = open_drafter(directory, target)
     assert isinstance(proposer, DFlashProposer)
-    state, packed = proposer.new_state(2), documents((8, 8))
-    texts = list(zip(packed.token_ids.split([8, 8]), packed.aux.split([8, 8]), strict=True))
-    for row, (ids, aux) in enumerate(texts):
-        proposer.admit(state, row, ids[:1].tolist())
-        proposer.extend(state, CommittedTokens([row], [0], [ids[1:].tolist()], aux[None, :-1]))
+    state, texts = state_of_two_texts(proposer)
     chain = proposer.propose(state, [0, 1], CHAIN)
     wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
     for row, (ids, aux) in enumerate(texts):

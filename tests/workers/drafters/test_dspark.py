@@ -18,7 +18,6 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dspark import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from tests.workers.drafters.test_dflash import (
@@ -30,6 +29,7 @@ from tests.workers.drafters.test_dflash import (
     documents,
     ends_of,
     naive_stream,
+    state_of_two_texts,
     target,
 )
 
@@ -122,11 +122,7 @@ def test_each_drafted_token_reads_the_one_before_it(kind: MarkovHeadKind, target
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
     proposer = open_drafter(tmp_path / "drafter", target)
     assert isinstance(proposer, DFlashProposer)
-    state, packed = proposer.new_state(2), documents((8, 8))
-    texts = list(zip(packed.token_ids.split([8, 8]), packed.aux.split([8, 8]), strict=True))
-    for row, (ids, aux) in enumerate(texts):
-        proposer.admit(state, row, ids[:1].tolist())
-        proposer.extend(state, CommittedTokens([row], [0], [ids[1:].tolist()], aux[None, :-1]))
+    state, texts = state_of_two_texts(proposer)
     tree = proposer.propose(state, [0, 1], CHAIN)
     wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
     with torch.no_grad():
