@@ -158,8 +158,10 @@ def _instruction(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     name = next((name for name in _QUESTIONS if name in value), _QUESTIONS[0])
     instruction, given = value.get(name), value.get("input")
     if name == "prompt" and isinstance(instruction, list):
-        answered = value.get("completion")
-        return _turns({"messages": [*instruction, *(answered if isinstance(answered, list) else ())]}, "messages")
+        completion = value.get("completion")
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        return _turns({"messages": [*instruction, *(completion or ())]}, "messages")
     if not isinstance(instruction, str):
         raise Malformed(f"`{name}` must be text, this is {kind_of(instruction)}")
     text = f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else instruction

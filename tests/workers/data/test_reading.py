@@ -188,7 +188,8 @@ def test_rows_of_gsm8k_and_of_gpteacher_are_read_as_published(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [
-    ("Name a town.", "Oslo"), ([user("Name a town.")], [{"role": "assistant", "content": "Oslo"}])])
+    ("Name a town.", "Oslo"), ([user("Name a town.")], [{"role": "assistant", "content": "Oslo"}]),
+    ([user("Name a town.")], "Oslo")])
 def test_rows_of_a_prompt_with_or_without_completion_are_read_as_texts_and_as_turns(
         tmp_path: Path, prompt: object, completion: object) -> None:
     rows = [{"prompt": prompt, "completion": completion}, {"prompt": prompt, "chosen": "Oslo", "rejected": "Rome"}]
