@@ -444,9 +444,10 @@ def chosen(races: Mapping[int, Race]) -> dict[int, Setting]:
     (`Race.undecided`), the drafter's best setting there, so that the proof decides."""
     best = {concurrency: race.leader() for concurrency, race in races.items()}
     if all(setting == OFF for setting in best.values()):
-        open_at = {race.estimate(setting): (concurrency, setting) for concurrency, race in races.items()
-                   if (setting := race.undecided()) is not None}
-        best.update([open_at[max(open_at)]] if open_at else [])
+        undecided = [(race.estimate(setting), concurrency, setting) for concurrency, race in races.items()
+                     if (setting := race.undecided()) is not None]
+        if undecided:
+            _, concurrency, best[concurrency] = max(undecided, key=lambda one: one[0])
     return best
 
 
