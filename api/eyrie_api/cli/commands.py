@@ -238,24 +238,22 @@ def plan(target: Target = None, data: Data = None, file: File = None, settings: 
     """
     job = build_job(file=file, target=target, data=data or (), settings=settings or ())
     job = absolute_paths(job, server, target, data or ())
-    screen = Screen(as_json=as_json)
+    screen, smaller = Screen(as_json=as_json), measurement(job) if measure else None
     with connect(server) as client:
         planned = client.plan(job)
-        if measure and planned.possible:
-            planned = timed(client, job, planned, screen)
+        if smaller is not None and planned.possible:
+            planned = timed(client, smaller, planned, screen)
     screen.show(planned, tables.plan_view(planned))
     if not planned.possible:
         raise typer.Exit(GpuTooSmall.exit_code)
 
 
 def timed(client: Client, job: JobSpec, planned: Plan, screen: Screen) -> Plan:
-    """The plan with the needed tau from timed rounds, after a job of `spec.measurement`. Raises JobFailed or
+    """The plan with the needed tau from the timed rounds of `job` (`spec.measurement`). Raises JobFailed or
     JobCancelled."""
-    created = client.create_job(measurement(job))
+    created = client.create_job(job)
     screen.note(f"job {created.id} times the rounds; its drafter is not trained, so what it decides means nothing")
-    progress = Screen(as_json=screen.as_json)
-    progress.out = progress.err if screen.as_json else progress.out  # stdout has the plan alone
-    watch.verdict(watch.watch(client, created.id, progress))
+    watch.verdict(watch.watch(client, created.id, screen.for_progress()))
     report = client.report(created.id)
     assert report.tune is not None  # of a job that succeeded
     return planned.model_copy(update={"needed_tau": report.tune.needed_tau, "timed_by": created.id})

@@ -77,6 +77,13 @@ class Screen:
         self.out = _console(stderr=False)
         self.err = _console(stderr=True)
 
+    def for_progress(self) -> "Screen":
+        """One for what is seen on the way to one JSON document: with --json its stdout is stderr."""
+        other = Screen(as_json=self.as_json)
+        if self.as_json:
+            other.out = other.err
+        return other
+
     @property
     def live(self) -> bool:
         """Whether lines may be redrawn in place."""

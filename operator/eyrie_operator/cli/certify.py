@@ -121,10 +121,7 @@ def certify(spec: JobSpec, server: str | None, home: Path, screen: Screen) -> Ce
     with control_plane(server, home, screen) as (client, served):
         created = client.create_job(spec)
         screen.note(f"job {created.id} accepted")
-        progress = Screen(as_json=screen.as_json)
-        if screen.as_json:
-            progress.out = progress.err  # stdout has the certificate alone
-        job = watch.watch(client, created.id, progress)
+        job = watch.watch(client, created.id, screen.for_progress())
         failed = find(job.status.conditions, "Failed")
         if failed is not None and failed.status == "True" and failed.reason in _REFUSALS:
             message, _, hint = failed.message.partition("; hint: ")
