@@ -192,7 +192,7 @@ class TuneStage(Frozen):
     """Tuned after the chosen drafter, in the same way, where the winner has to beat it (`promotion.must_beat`)."""
 
     min_speedup: float = PromotionPolicy().min_speedup
-    """Of `promotion`: what the tau that chains need is for (`TuneReport.needed_tau`)."""
+    """Of `promotion`: what suites have to reach, and what the tau that chains need is for (`TuneReport.needed_tau`)."""
 
     held_out_file: str | None = None
     engine: EngineSpec = EngineSpec()

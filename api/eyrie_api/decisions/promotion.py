@@ -7,7 +7,8 @@ Checks of the benchmark, measured in the reference engine:
 1. `identical`: every output equals the target's, or differs by near-ties alone (`require_identical`,
    `decisions.near_ties`).
 2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`). One
-   below it whose interval reaches it is undecided (`require_confidence`): its prompts are too few.
+   below it whose interval reaches it is undecided (`require_confidence`): its prompts are too few, also the further
+   ones that the tune stage has measured then.
 3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
    `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
    Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable, on the same
@@ -60,7 +61,7 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.prove import ParityReport, ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, PromotionCheck, PromotionDecision, TuneReport
 from eyrie_api.contract.targets import HELD_OUT
-from eyrie_api.decisions.evidence import first_token_standing, pairs_needed, speedup_standing
+from eyrie_api.decisions.evidence import first_token_standing, pairs_needed, speedup_standing, suite_standing
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
 from eyrie_api.decisions.what_would_pay import what_would_pay
@@ -277,7 +278,7 @@ def _beats_no_drafter(policy: PromotionPolicy, candidate: BenchmarkReport, suite
     ok, interval = slowest.speedup >= bound, slowest.speedup_interval
     # One temperature at which it is surely too slow is enough to refuse.
     undecided = not ok and policy.require_confidence and all(
-        cell.speedup >= bound or cell.speedup_interval.high >= bound for cell in cells)
+        suite_standing(bound, cell.speedup, cell.speedup_interval) != "failed" for cell in cells)
     words = (f"{suite}: {slowest.speedup:.2f}x over no drafter at temperature {slowest.temperature:g}, its slowest, "
              f"{_sign(ok)} the required {bound:.2f}x")
     if undecided:

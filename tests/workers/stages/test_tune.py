@@ -83,6 +83,26 @@ def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_ot
     assert all(row.tau is None or 1.0 <= row.tau <= row.num_steps + 1 for row in report.needed_tau)
 
 
+def test_a_required_suite_that_its_prompts_do_not_decide_answers_further_ones_and_others_do_not(
+        tmp_path: Path) -> None:
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=16, max_new_tokens=4)[1])
+    sums, talk = (suite.model_copy(update={"max_prompts": 2}) for suite in spec.benchmark.suites)
+    # Far above what a drafter with random weights reaches, and below the upper bound of an interval of two prompts.
+    spec = spec.model_copy(update={"min_speedup": 2.0, "benchmark": spec.benchmark.model_copy(update={
+        "suites": (sums, talk.model_copy(update={"required": False}))})})
+    directory = prepare(tmp_path, spec)
+    assert run_here(directory) == 0
+    cells = report_of(directory).final.cells
+    events = (directory / "events.jsonl").read_text().splitlines()
+    undecided = "".join(json.loads(line)["message"] for line in events if '"SuitesUndecided"' in line)
+    further = {cell.temperature for cell in cells if f"sums at temperature {cell.temperature:g}" in undecided}
+    assert further
+    assert {(cell.suite, cell.temperature): cell.prompts for cell in cells} == {
+        (suite, temperature): 8 if suite == "sums" and temperature in further else 2
+        for suite in ("sums", "talk") for temperature in spec.benchmark.temperatures}
+    assert not raced(directory) & {row["prompt_id"] for row in lines(directory / "final.jsonl")}
+
+
 def test_a_suite_too_short_for_fresh_prompts_says_so_and_a_rival_is_tuned_in_the_same_way(tmp_path: Path) -> None:
     spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2)[1])
     rival = random_drafter(tmp_path / "other", Path(spec.target.model), seed=5)

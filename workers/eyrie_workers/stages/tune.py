@@ -13,7 +13,8 @@ Three steps:
 The winner's speed-up is biased upwards: it is the largest of several noisy numbers. Promotion therefore decides on a
 final measurement with other prompts of every suite, used by neither the profile nor the races nor, where the suites are
 long enough, the selection of the checkpoint. It measures the drafter's best shape at the lowest concurrency, whatever
-setting won, because promotion must also see a drafter that loses.
+setting won, because promotion must also see a drafter that loses. A required suite that is slower than `min_speedup`,
+but not by its interval, answers further prompts, up to four times as many in all.
 
 With `promotion.must_beat: rivals` the best rival is tuned afterwards in the same way, without n-gram look-up, in the
 folder `rival`: what the winner has to beat is the rival in its own best setting at each load. A rival that cannot be
@@ -32,9 +33,10 @@ from pathlib import Path
 from statistics import fmean
 
 from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
-from eyrie_api.contract.reports import TuneCell, TuneReport
+from eyrie_api.contract.reports import CellReport, TuneCell, TuneReport
 from eyrie_api.contract.stages import TuneStage
 from eyrie_api.contract.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
+from eyrie_api.decisions.evidence import suite_standing
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput, Transient, UnsupportedTarget
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine
@@ -52,6 +54,7 @@ from eyrie_workers.measure.benchmark.blocks import (
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
     REPORT,
+    Session,
     Suites,
     is_measured,
     measure_units,
@@ -63,7 +66,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, drafted
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, acceptance_length, add_histograms
 from eyrie_workers.measure.tuner import operating
 from eyrie_workers.measure.tuner import profile as profiling
@@ -90,6 +93,7 @@ class Prompts:
     probed: list[Prompt]
     raced: list[Prompt]
     final: Suites
+    further: Suites  # for suites that the final ones do not decide
 
 
 @dataclass
@@ -330,16 +334,22 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         winner = lowest.best_drafted("drafter")
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
-        began_final, variants = time.monotonic(), [UNDRAFTED, drafted(winner.tree)]
+        began_final, variant = time.monotonic(), drafted(winner.tree)
         units = session.units(round_robin(prompts.final), spec.benchmark.temperatures, spec.benchmark.repeats)
-        if not is_measured(session, units, variants, final_ledger):
-            start_all(session, uses_of(spec, {UNDRAFTED.title: OFF, variants[1].title: winner}))
-        measured = measure_units(session, units, variants, final_ledger, stage)
-        final = benchmark_report(session, spec, [entry for _, entry in measured],
-                                 report_cells(session, measured, variants[1]), time.monotonic() - began_final)
+        asked, measured = list[Unit](), list[tuple[Unit, Entry]]()
+        for _look in range(2):
+            if not is_measured(session, units, [UNDRAFTED, variant], final_ledger):
+                start_all(session, uses_of(spec, {UNDRAFTED.title: OFF, variant.title: winner}))
+            measured += measure_units(session, units, [UNDRAFTED, variant], final_ledger, stage)
+            asked, cells = [*asked, *units], report_cells(session, measured, variant)
+            units = undecided_units(session, spec, cells, prompts.further, stage)
+            if not units:
+                break
+        final = benchmark_report(session, spec, [entry for _, entry in measured], cells,
+                                 time.monotonic() - began_final)
     # Whether the final figures are from prompts that also chose the setting.
     used = {(prompt.suite, prompt.id) for prompt in [*prompts.probed, *prompts.raced]}
-    last = {(prompt.suite, prompt.id) for chosen in prompts.final.values() for prompt in chosen}
+    last = {(unit.prompt.suite, unit.prompt.id) for unit in asked}
     again = len(used & last)
     source = f"The final figures are from {len(last)} prompts" + (
         f", of which {again} were also used to choose the setting (the suites have no more), which flatters them."
@@ -356,16 +366,36 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
             stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 
 
+def undecided_units(session: Session, spec: TuneStage, cells: Sequence[CellReport], further: Suites,
+                    stage: Stage) -> list[Unit]:
+    """Further prompts of each required suite, at each temperature at which promotion would find it undecided.
+
+    There are two looks, of sizes that are fixed beforehand, so a suite is not measured until it happens to pass.
+    """
+    required = {suite.name for suite in spec.benchmark.suites if suite.required}
+    undecided = [cell for cell in cells if cell.suite in required and further[cell.suite]
+                 and suite_standing(spec.min_speedup, cell.speedup, cell.speedup_interval) == "open"]
+    if undecided:
+        stage.event("SuitesUndecided", f"measured on further prompts, since {spec.min_speedup:.2f}x is not reached but "
+                    "within the interval: " + ", ".join(
+                        f"{cell.suite} at temperature {cell.temperature:g} ({cell.speedup:.2f}x "
+                        f"[{cell.speedup_interval.low:.2f}, {cell.speedup_interval.high:.2f}] of {cell.prompts} "
+                        "prompts)" for cell in undecided))
+    return [unit for cell in undecided for unit in session.units(
+        round_robin({cell.suite: further[cell.suite]}), [cell.temperature], spec.benchmark.repeats)]
+
+
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
     """Prompts to predict from and to race on, both of the suites that decide, and for the final measurement, of all."""
     deciding = [suite.name for suite in spec.benchmark.deciding_suites]
     shares = dict(zip(deciding, operating.even_shares(2 * spec.tune.max_prompts, len(deciding)), strict=True))
     drawn = {suite.name: operating.draw(suites[suite.name], suite.max_prompts, shares.get(suite.name, 0))
              for suite in spec.benchmark.suites}
-    order = [prompt for _, prompt in round_robin({name: grid for name, (grid, _) in drawn.items() if grid})]
+    order = [prompt for _, prompt in round_robin({name: grid for name, (grid, _, _) in drawn.items() if grid})]
     half = (len(order) + 1) // 2
     return Prompts(probed=order[:half], raced=order[half:] or order,
-                   final={name: final for name, (_, final) in drawn.items()})
+                   final={name: final for name, (_, final, _) in drawn.items()},
+                   further={name: further for name, (_, _, further) in drawn.items()})
 
 
 def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlocks, settings: Sequence[Setting],
