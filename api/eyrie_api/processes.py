@@ -1,15 +1,18 @@
-"""Helpers for programs that start server processes: a free port, and the last lines of a log after a failure.
+"""Helpers for programs that start server processes: a free port, a listening socket, the last lines of a log.
 
 Used by the operator, the pipeline runner, the engines and the tests. Signals and process groups are in
 `eyrie_pipelines.processes`.
 """
 
 import errno
+import os
 import re
 import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+
+from eyrie_api.errors import PortInUse
 
 # Below the ephemeral range (32768 and up on Linux): no outgoing connection takes the port between this probe and the
 # server's own bind, or while the server restarts.
@@ -35,6 +38,20 @@ def free_port(host: str = "127.0.0.1") -> int:
                     continue
                 raise
         return port
+
+
+def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
+    """A listening socket on that port; `setting` names the option in the error's hint. Raises PortInUse."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(256)
+    except OSError as error:
+        sock.close()
+        raise PortInUse(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}",
+                        f"stop the process that listens there, or choose another {setting} than {port}") from error
+    return sock
 
 
 def log_lines(log_file: Path) -> list[str]:

@@ -62,8 +62,6 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the control plane on this machine."""
-    from eyrie_operator.control_plane import run
-
     screen = Screen(as_json=as_json)
     settings = settings_for(home, host, port)
     if settings.port == 0:
@@ -75,6 +73,9 @@ def up(
     if detach:
         show_address(start_detached(settings), screen)
         return
+    # With a web server and a database, which the other commands do not need: seconds of imports.
+    from eyrie_operator.control_plane import run
+
     check_port(settings.host, settings.port)
     plane = RunningPlane(pid=os.getpid(), url=f"http://{settings.host}:{settings.port}", home=settings.home)
     # Race: uvicorn drains on SIGTERM and then raises the signal again. The default action would end this process before
@@ -97,13 +98,13 @@ def show_address(plane: RunningPlane, screen: Screen, *, already: bool = False) 
 @verb
 def down(home: Home = None, as_json: Json = False) -> None:
     """Stop the control plane of this machine. Jobs stop at their next pause point and resume at the next `up`."""
-    from eyrie_operator.control_plane import stop_orphans
-
     settings = settings_for(home, None, None)
     plane = running_plane(settings.home)
     if plane is not None:
         stop_plane(plane)
     elif (settings.home / "eyrie.db").exists() or settings.database_url is not None:
+        from eyrie_operator.control_plane import stop_orphans
+
         stop_orphans(settings)
     words = f"Stopped {plane.url}." if plane else f"No control plane is running on {settings.home}."
     Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)

@@ -38,11 +38,11 @@ from eyrie_api.full_disk import free_bytes
 from eyrie_api.http.job_files import work_store
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.placement import read_profile
+from eyrie_api.processes import bind
 from eyrie_api.settings import Settings
 from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator import doctor
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
-from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner

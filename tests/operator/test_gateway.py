@@ -17,7 +17,8 @@ import pytest
 from benchmarks.campaigns.raw_http import send
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, PortInUse
-from eyrie_operator.embedded.gateway import bind, create_gateway
+from eyrie_api.processes import bind
+from eyrie_operator.embedded.gateway import create_gateway
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import (
     COUNTERS_PATH,

@@ -23,9 +23,9 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
+from eyrie_api.processes import bind
 from eyrie_api.settings import Settings
 from eyrie_operator.cli.files import publish
-from eyrie_operator.embedded.gateway import bind
 from eyrie_workers.drafters.card import Card, identify, write_card
 from eyrie_workers.drafters.check import check_directory
 from tests.operator.hub_double import TOKEN, Hub, hub_double

@@ -93,7 +93,7 @@ def certification(job: JobSpec, *, promote: bool) -> JobSpec:
     if job.target.model == QUICKSTART and job.engine.kind == "embedded":
         fields += [("tune", "budget_s", _SHIPPED_BUDGET_S), ("tune", "num_steps", [3, 5]), ("tune", "top_k", [1]),
                    ("tune", "max_prompts", 4), ("prove", "requests", 8), ("prove", "most_pairs", 60),
-                   ("prove", "max_new_tokens", 24), ("prove", "parity_prompts", 4),
+                   ("prove", "max_new_tokens", 32), ("prove", "parity_prompts", 4),
                    ("benchmark", "temperatures", [0.0]), ("benchmark", "max_new_tokens", 24),
                    ("benchmark", "warmup_prompts", 1)]
         if "suites" not in job.benchmark.model_fields_set:

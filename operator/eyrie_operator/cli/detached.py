@@ -18,7 +18,7 @@ import httpx
 
 from eyrie_api.cli.verbs import PLANE_FILE, RunningPlane, running_plane
 from eyrie_api.errors import Conflict, Permanent, PortInUse
-from eyrie_api.processes import last_lines
+from eyrie_api.processes import bind, last_lines
 from eyrie_api.settings import Settings
 
 PLANE_LOG = "plane.log"
@@ -87,8 +87,6 @@ def start_detached(settings: Settings) -> RunningPlane:
 
 def check_port(host: str, port: int) -> None:
     """Raises PortInUse when a process listens there: before the start, so that the error is not only in a log."""
-    from eyrie_operator.embedded.gateway import bind  # with a web server, which most commands do not need
-
     try:
         bind(host, port).close()
     except PortInUse as error:

@@ -32,7 +32,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -51,7 +50,8 @@ from starlette.routing import Route as PathRoute
 from eyrie_api import client_left
 from eyrie_api.artifacts import write_sealed
 from eyrie_api.contract.model import Frozen
-from eyrie_api.errors import EyrieError, InvalidInput, NotFound, PortInUse, report_error
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, report_error
+from eyrie_api.processes import bind
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.web_server import TimedProtocol, prefer_short_waits, raise_descriptor_limit
 from eyrie_operator.embedded.routing import (
@@ -306,20 +306,6 @@ def _error(code: str, message: str) -> dict[str, Any]:
 
 def _unavailable(status: int, code: str, message: str) -> JSONResponse:
     return JSONResponse(_error(code, message), status_code=status, headers={"retry-after": "2"})
-
-
-def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
-    """A listening socket on that port; `setting` names the option in the error's hint. Raises PortInUse."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(256)
-    except OSError as error:
-        sock.close()
-        raise PortInUse(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}",
-                        f"stop the process that listens there, or choose another {setting} than {port}") from error
-    return sock
 
 
 def main() -> int:

@@ -40,8 +40,8 @@ from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.planning.facts import target_dir
-from eyrie_api.processes import free_port, last_lines
-from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
+from eyrie_api.processes import bind, free_port, last_lines
+from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.routing import ROUTE_FILE
 from eyrie_operator.endpoints.engine_metrics import EngineCounters, Window, read_metrics
 from eyrie_pipelines.processes import ProcessId, boot_id, identify, is_alive, stop_group
