@@ -153,6 +153,9 @@ class ProcessorTime:
     own_s: float
     """Waited-for children included: an engine started for a measurement is not other work."""
 
+    stolen_s: float = 0.0
+    """Of `busy_s`, what the host of a virtual machine gave to others: no process of this machine shows it."""
+
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat")) -> "ProcessorTime | None":
         """The current reading; None where the kernel has no /proc/stat (not Linux)."""
@@ -163,7 +166,8 @@ class ProcessorTime:
         idle = fields[3] + fields[4]
         spent = os.times()
         own_s = time.process_time() + spent.children_user + spent.children_system
-        return cls(time.monotonic(), (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), own_s)
+        hz = os.sysconf("SC_CLK_TCK")
+        return cls(time.monotonic(), (sum(fields) - idle) / hz, own_s, fields[7] / hz)
 
 
 def share_of_other_processes(before: ProcessorTime, after: ProcessorTime, cpu_count: int) -> float:
@@ -183,7 +187,9 @@ def interference(before: ProcessorTime | None, after: ProcessorTime | None, cpu_
     share = share_of_other_processes(before, after, cpu_count)
     if share <= _TOLERATED_SHARE:
         return None
-    return (f"other work used {share:.0%} of this machine's {cpu_count} processors while measuring (load average "
+    stolen = (after.stolen_s - before.stolen_s) / (after.wall_s - before.wall_s) / cpu_count
+    host = f", {stolen:.0%} its host for other machines" if stolen > _TOLERATED_SHARE else ""
+    return (f"other work used {share:.0%} of this machine's {cpu_count} processors while measuring{host} (load average "
             f"{load_average:.1f}): tokens per second are too low, ratios are noisier than their intervals say")
 
 

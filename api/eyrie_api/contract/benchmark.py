@@ -23,7 +23,8 @@ class SuiteSpec(Frozen):
     published."""
 
     max_prompts: int = Field(8, ge=1, le=100_000)
-    """Prompts taken from the suite, the first ones of the file."""
+    """Prompts taken from the suite, the first ones of the file. In the final measurement of tuning, a required suite
+    that they do not decide answers up to four times as many."""
 
     required: bool = True
     """Whether promotion demands a speed-up in this suite. Where one is required, the tuner's races and the proof's load

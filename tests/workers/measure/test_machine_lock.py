@@ -88,6 +88,8 @@ def test_a_busy_machine_gives_a_warning_with_its_load() -> None:
     assert said is not None
     assert "50%" in said
     assert "3.5" in said
+    assert "host" not in said
+    assert "25% its host" in (interference(start, ProcessorTime(10.0, 19.0, 9.0, stolen_s=5.0), 2, 3.5) or "")
 
 
 def test_without_processor_accounting_the_load_average_decides() -> None:
