@@ -191,10 +191,10 @@ def test_a_stage_with_fewer_gpus_than_one_server_takes_is_refused(cluster: Setti
 def test_a_server_of_more_gpus_than_a_node_has_is_refused_with_the_number_that_holds_the_target(
         cluster: Settings) -> None:
     for ask in (check, plan):
-        with pytest.raises(InvalidInput, match=r"engine\.tp_size is 16, and one node has 8 GPUs: no server") as refused:
+        with pytest.raises(InvalidInput, match=r"engine\.tp_size is 16 and one node has 8 GPUs: servers") as refused:
             ask(job(tp_size=16), cluster)
         assert refused.value.hint == "set it to 2, which hold the target"
-        with pytest.raises(InvalidInput, match=r"placement\.every\.num_gpus is 16, and one node has 8") as refused:
+        with pytest.raises(InvalidInput, match=r"placement\.every\.num_gpus is 16 and one node has 8") as refused:
             ask(job(16, tp_size=2), cluster)
         assert refused.value.hint == "give at most 8, or correct cluster.node_gpus of the cluster"
 

@@ -289,7 +289,7 @@ def pods_fit_a_node(submission: Submission) -> None:
             enough, instead = fewest_gpus(submission.facts.sizes, weights, device, node_gpus,
                                           spec.engine.sglang_arguments.mem_fraction_static)
             hint = instead or f"set it to {enough}, which hold the target"
-        raise InvalidInput(f"{field} is {num_gpus}, and one node has {node_gpus} GPUs: no server, and no pod, is divided "
+        raise InvalidInput(f"{field} is {num_gpus} and one node has {node_gpus} GPUs: servers and pods are not divided "
                            "among nodes", hint)
 
 
