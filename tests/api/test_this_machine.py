@@ -108,7 +108,7 @@ def test_gpus_and_types_that_only_a_cluster_has_are_no_matter_of_this_machine(tm
     file.write_text(json.dumps({"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {
         "image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}}}))
     settings = Settings(home=tmp_path, cluster_profile=file)
-    spec = job(tmp_path, engine="sglang", placement={"every": {"num_gpus": 64, "gpu_type": "NVIDIA-H200"}})
+    spec = job(tmp_path, engine="sglang", placement={"every": {"num_gpus": 8, "gpu_type": "NVIDIA-H200"}})
     check(spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "bfloat16"})}), settings)
     facts = read_facts(spec, settings)
     assert missing_here(Submission(resolve(spec, facts), facts, settings)) == []

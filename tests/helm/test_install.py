@@ -154,7 +154,7 @@ def holds(stored: object, sent: object) -> bool:
 
 @pytest.mark.xdist_group("cluster")
 def test_the_values_of_a_company_are_installed_with_its_job(server: Server) -> None:
-    """With another namespace in place of `team`. The cluster of the tests has no monitoring.coreos.com, without which the
+    """With another namespace in place of `team`. The tests' cluster has no monitoring.coreos.com, without which the
     chart leaves PodMonitors and rules out, and neither Kueue, which reads a label of the stages' pods, nor Kubeflow."""
     team = server.add_namespace(f"{server.namespace}-team")
     values = laid_over(from_file("values-ha.yaml", "values-gpu.yaml", "values-company.yaml"),

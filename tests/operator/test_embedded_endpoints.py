@@ -57,7 +57,7 @@ __all__ = ["drafter", "target"]
 
 LIMIT_S = 180.0
 CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-LONG_TOKENS = 1500
+LONG_TOKENS = 400
 """An answer that takes about a second, in which the metrics are read many times."""
 
 

@@ -299,8 +299,9 @@ def heads_are_divided(submission: Submission) -> None:
     job, spec, facts, profile = submission.job, submission.job.spec, submission.facts.sizes, submission.facts.profile
     tp_size, serving = spec.engine.tp_size, job.serving_gpus.num_gpus or 0
     without_servers = ("capture", "train", *(() if spec.regenerate.engine is None else ("regenerate",)))
-    servers = [(stage, placed.num_gpus or 0, "placement.num_gpus") for stage, placed in job.gpus.items()
-               if stage in spec.stages and stage not in without_servers]
+    servers: list[tuple[str, int, str]] = [
+        (stage, placed.num_gpus or 0, "placement.num_gpus") for stage, placed in job.gpus.items()
+        if stage in spec.stages and stage not in without_servers]
     serves = profile is not None and profile.serving is not None and spec.promotion.mode != "never"
     if serves:
         servers.append(("the endpoint", serving, "serve.placement.num_gpus"))
