@@ -59,13 +59,14 @@ def test_a_window_without_counted_rounds_has_requests_alone_in_traffic_and_metri
     assert "eyrie_endpoint_accepted_tokens{" not in scraped.text
 
 
-def test_tau_and_requests_per_second_are_of_the_latest_window_since_the_revision_serves(
+def test_tau_requests_and_tokens_per_second_are_of_the_latest_window_since_the_revision_serves(
         client: httpx.Client, database: Database, clock: ManualClock) -> None:
     first = serve_drafter(database, clock)
     assert traffic_of(client) == {"endpoint": "chat", "revision": first, "window": None, "canary": None, "drift": None}
     watch(database, clock, first, (3.0, 2.7))
     window = traffic_of(client)["window"]
-    assert (window["tau"], window["proven_tau"], window["requests_per_s"]) == (2.7, 3.0, 1.5)
+    assert (window["tau"], window["proven_tau"]) == (2.7, 3.0)
+    assert (window["requests_per_s"], window["tokens_per_s"]) == (1.5, 90.0)
     assert window["until"].startswith(clock.now.isoformat()[:19])
     assert window["since"].startswith((clock.now - timedelta(seconds=60)).isoformat()[:19])
     clock.pass_(60.0)
@@ -115,6 +116,7 @@ def test_prometheus_gets_of_each_endpoint_its_state_and_what_the_latest_window_r
         'state{name="chat",state="Serving"}': 1.0, 'state{name="chat",state="NotServing"}': 0.0,
         'tau{name="chat"}': 2.4, 'accepted_tokens{name="chat",position="1"}': 0.64,
         'accepted_tokens{name="chat",position="2"}': 0.4, 'requests_per_second{name="chat"}': 1.5,
+        'tokens_per_second{name="chat"}': 90.0,
         'window_end_timestamp_seconds{name="chat"}': clock.now.timestamp(), 'drifted{name="chat"}': 1.0}
     endpoints.set_desired("chat", "off")
     off = scraped(client)
@@ -139,7 +141,7 @@ def test_a_window_of_an_earlier_version_has_no_requests(
         client: httpx.Client, database: Database, clock: ManualClock) -> None:
     Histories(database, clock).record_window("chat", serve_drafter(database, clock), 2.9, 200.0, 3.0)
     window = traffic_of(client)["window"]
-    assert (window["tau"], window["requests_per_s"], window["since"]) == (2.9, None, None)
+    assert (window["tau"], window["requests_per_s"], window["tokens_per_s"], window["since"]) == (2.9, None, None, None)
 
 
 def test_a_canary_is_shown_with_its_share_for_as_long_as_it_is_one(

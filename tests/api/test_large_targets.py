@@ -188,6 +188,57 @@ def test_a_stage_with_fewer_gpus_than_one_server_takes_is_refused(cluster: Setti
     check(job(tp_size=4, placement=placed), cluster)
 
 
+def test_a_server_of_more_gpus_than_a_node_has_is_refused_with_the_number_that_holds_the_target(
+        cluster: Settings) -> None:
+    for ask in (check, plan):
+        with pytest.raises(InvalidInput, match=r"engine\.tp_size is 16 and one node has 8 GPUs: servers") as refused:
+            ask(job(tp_size=16), cluster)
+        assert refused.value.hint == "set it to 2, which hold the target"
+        with pytest.raises(InvalidInput, match=r"placement\.every\.num_gpus is 16 and one node has 8") as refused:
+            ask(job(16, tp_size=2), cluster)
+        assert refused.value.hint == "give at most 8, or correct cluster.node_gpus of the cluster"
+
+
+def test_a_target_that_no_node_holds_is_refused_with_the_gpus_and_the_checkpoint_that_would_do(
+        cluster: Settings, tmp_path: Path) -> None:
+    def spec(num_gpus: int, tp_size: int) -> JobSpec:
+        return job(tp_size=tp_size, placement={"every": {"num_gpus": num_gpus, "gpu_type": "NVIDIA-H100-80GB-HBM3"}})
+
+    (tmp_path / "models--org--large/snapshots/main/config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16_384, "num_hidden_layers": 126,
+        "vocab_size": 128_256, "intermediate_size": 53_248, "num_attention_heads": 128, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}))  # 405B
+    hint = ("it takes 16 GPUs of this size, and one node has 8: name a larger type of GPU, such as 8 x H200, or use an "
+            "FP8 checkpoint")
+    with pytest.raises(GpuTooSmall, match=r"engine\.tp_size is 8: the target's weights are 75\d\.\d GiB") as refused:
+        check(spec(8, 8), cluster)
+    assert refused.value.hint == hint
+    planned = plan(spec(8, 8), cluster)
+    assert not planned.possible
+    assert any(hint in warning for warning in planned.warnings)
+    with pytest.raises(InvalidInput, match=r"engine\.tp_size is 16") as too_many:
+        check(spec(8, 16), cluster)
+    assert too_many.value.hint == hint
+    assert cluster.cluster_profile is not None
+    profile = json.loads(cluster.cluster_profile.read_text())
+    cluster.cluster_profile.write_text(json.dumps(profile | {"node_gpus": 16}))
+    check(spec(16, 16), cluster)
+
+
+def test_an_endpoint_with_fewer_gpus_than_one_server_takes_or_a_number_that_divides_no_target_is_refused(
+        cluster: Settings) -> None:
+    assert cluster.cluster_profile is not None
+    serving = {"namespace": "eyrie", "hardware_profile": "h200", "placement": {"image": "sglang", "num_gpus": 1}}
+    profile = json.loads(cluster.cluster_profile.read_text())
+    cluster.cluster_profile.write_text(json.dumps(profile | {"serving": serving}))
+    with pytest.raises(InvalidInput, match=r"engine\.tp_size is 2 and the endpoint has 1 GPUs \(serve\.placement"):
+        check(job(tp_size=2), cluster)
+    with pytest.raises(InvalidInput, match=r"serve\.placement\.num_gpus 3 does not divide"):
+        check(job(tp_size=2, serve={"placement": {"num_gpus": 3}}), cluster)
+    check(job(tp_size=2, serve={"placement": {"num_gpus": 2, "gpu_type": H200}}), cluster)
+    check(job(tp_size=2, promotion={"mode": "never"}), cluster)
+
+
 def test_the_hours_of_every_stage_with_servers_follow_the_gpus_of_one_server() -> None:
     hours = {size: {one.stage: one.hours for one in planned(job(tp_size=size)).stages} for size in (1, 2, 4, 8)}
     for name in ("regenerate", "tune", "prove"):  # fewer and larger servers read the weights for more requests

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.capacity import missing_here
 from eyrie_api.planning.facts import Facts, read_facts
@@ -55,17 +56,20 @@ def test_gpus_are_counted_by_their_device_files_without_those_that_are_hidden(
     devices.mkdir()
     spec = job(tmp_path, placement={"every": {"num_gpus": 1}, "stages": {"train": {"num_gpus": 2}}})
 
-    def missing() -> list[str]:
+    def missing(spec: JobSpec = spec) -> list[str]:
         return [one.message for one in missing_here(Submission(derive(spec), Facts(), settings), devices)]
 
     assert missing() == ["placement.every.num_gpus is 1 and this machine has 0 GPUs",
                          "placement.stages.train.num_gpus is 2 and this machine has 0 GPUs"]
+    two = {"kind": "sglang", "tp_size": 2}
+    assert not any("tp_size" in message for message in missing(job(tmp_path, engine=two))), "CPUs share a server too"
     (devices / "nvidia0").touch()
     assert missing() == ["placement.stages.train.num_gpus is 2 and this machine has 1 GPU"]
     (devices / "nvidia1").touch()
     assert missing() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert missing() == ["placement.stages.train.num_gpus is 2 and this machine has 1 GPU"]
+    assert "engine.tp_size is 2 and this machine has 1 GPU" in missing(job(tmp_path, engine=two))
     (devices / "kfd").touch()
     assert missing() == [], "GPUs of AMD are not counted here"
 
@@ -104,7 +108,7 @@ def test_gpus_and_types_that_only_a_cluster_has_are_no_matter_of_this_machine(tm
     file.write_text(json.dumps({"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {
         "image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}}}))
     settings = Settings(home=tmp_path, cluster_profile=file)
-    spec = job(tmp_path, engine="sglang", placement={"every": {"num_gpus": 64, "gpu_type": "NVIDIA-H200"}})
+    spec = job(tmp_path, engine="sglang", placement={"every": {"num_gpus": 8, "gpu_type": "NVIDIA-H200"}})
     check(spec.model_copy(update={"target": spec.target.model_copy(update={"dtype": "bfloat16"})}), settings)
     facts = read_facts(spec, settings)
     assert missing_here(Submission(resolve(spec, facts), facts, settings)) == []

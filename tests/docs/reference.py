@@ -272,7 +272,7 @@ def metrics_page() -> str:
              "Of the whole installation, read from the database at each scrape, so every replica reports the same jobs "
              "and endpoints: aggregate with `max by (name)`. Requests (`eyrie_http_...`) are those of one process: "
              "aggregate with `sum`. An endpoint's values are those of the latest window that its watch recorded; no "
-             "engine gets a request. Tokens per second are not recorded: the engine counts them.\n",
+             "engine gets a request.\n",
              _metrics_table(api),
              "## Operator\n", "At the operator's `--port`, without a key.\n", _metrics_table(Telemetry()._registry),
              "## Embedded engine\n",

@@ -58,6 +58,7 @@ NOT_RUN = {
     "tests/docs/test_large_job.py plans it",
     r"eyrie train --file docs/examples/first_on_a_cluster\.yaml": "needs a cluster: test_examples.py accepts it",
     r"curl .*chat/completions": "needs an endpoint that serves: the demo sends it",
+    r"curl .*num_steps": "needs an endpoint that serves: tests/operator/test_embedded_endpoints.py",
 }
 """Patterns of lines, and what runs them or why nothing does."""
 

@@ -16,8 +16,7 @@ import yaml
 from tests.cluster.seed_job import laid_over
 
 CHART = Path(__file__).parents[2] / "helm" / "eyrie"
-EVERYTHING = ("gateway.networking.k8s.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1",
-              "leaderworkerset.x-k8s.io/v1")
+EVERYTHING = ("gateway.networking.k8s.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1")
 """APIs that a well-equipped cluster has beside Kubernetes' own."""
 
 Object = dict[str, Any]

@@ -400,7 +400,7 @@ def test_what_the_values_say_of_the_cluster_lies_over_what_the_chart_knows(tmp_p
         "per_stage": {"train": {"num_gpus": 8, "shared_memory": "16Gi"}, "regenerate": {"image": "r.example/light:1"}},
         "serving": {"placement": {"image": "r.example/sglang:1", "num_gpus": 2}, "hardware_profile": "h100",
                     "gateway": {"name": "public"}},
-        "max_runs": 3, "sync_s": 60}
+        "node_gpus": 16, "max_runs": 3, "sync_s": 60}
     profile = profile_of(render(from_file("values-ha.yaml") | {"cluster": cluster}), tmp_path)
     assert (profile.kubeflow.namespace, profile.kubeflow.service_account) == ("team-a", "runner")
     train = profile.per_stage["train"]
@@ -413,7 +413,7 @@ def test_what_the_values_say_of_the_cluster_lies_over_what_the_chart_knows(tmp_p
     assert profile.serving is not None
     assert (profile.serving.placement.image, profile.serving.placement.num_gpus) == ("r.example/sglang:1", 2)
     assert profile.serving.gateway is not None
-    assert (profile.max_runs, profile.sync_s) == (3, 60.0)
+    assert (profile.node_gpus, profile.max_runs, profile.sync_s) == (16, 3, 60.0)
     unserved = render({"cluster": {"kubeflow": KUBEFLOW, "serve": False}})
     assert profile_of(unserved, tmp_path).serving is None
 

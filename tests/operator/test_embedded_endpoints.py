@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from eyrie_api.contract.promotion import CanarySpec, DriftSpec, PromotionPolicy
 from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
@@ -49,11 +51,14 @@ from eyrie_pipelines.run_records import read_record
 from tests.api.samples import benchmark_report, finish_stage
 from tests.waiting import wait_for
 from tests.workers.engines.conftest import drafter, target
+from tests.workers.engines.test_server import metric
 
 __all__ = ["drafter", "target"]
 
 LIMIT_S = 180.0
 CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+LONG_TOKENS = 400
+"""An answer that takes about a second, in which the metrics are read many times."""
 
 
 class Harness:
@@ -288,8 +293,9 @@ def test_requests_of_the_target_without_a_drafter_are_recorded_once_though_the_e
         assert wait_until(read_on, LIMIT_S)
     (window,) = harness.histories.read("default", kind="window").items
     assert window.revision == 1
-    assert set(window.figures) == {"requests", "seconds"}
+    assert set(window.figures) == {"requests", "tokens", "seconds"}
     assert window.figures["requests"] >= 3.0
+    assert window.figures["tokens"] >= 3 * 8
     assert window.figures["seconds"] >= 60.0
     harness.keeper.reconcile("default")
     assert len(harness.histories.read("default", kind="window").items) == 1, "nobody has asked since"
@@ -343,6 +349,28 @@ def test_the_candidate_of_a_sweep_that_serves_is_trained_again_on_traffic_alone(
     assert (cold.drafter.family, cold.drafter.init_from) == ("medusa", None)  # cannot be continued
     elsewhere = retraining_job("j-1", promoted, "chat", traffic, f"{named['eagle3']}-step-20").spec
     assert elsewhere.drafter.init_from is None
+
+
+def test_an_endpoint_follows_its_operating_map_under_load_and_shows_the_depth_in_use(
+        harness: Harness, drafter: Path) -> None:
+    plain = ask(harness.serve(1).url, LONG_TOKENS).json()["choices"]
+    points = tuple(OperatingPoint(concurrency=users, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+                   for users, setting in ((1, Setting(tree=CHAIN)), (2, OFF)))
+    use = DrafterUse(drafter_dir=str(drafter), setting=Setting(tree=CHAIN), map=OperatingMap(points=points))
+    harness.submit(PromotionPolicy(canary=CanarySpec(shares=())))
+    harness.endpoints.propose("default", job_id=harness.job.id, checkpoint="c1", use=use, reason="better", tau=1.0)
+    url = str(harness.serve(2).url)
+    with httpx.Client(base_url=url.removesuffix("/v1")) as client, ThreadPoolExecutor(2) as users:
+        def in_use() -> tuple[float, float]:
+            return metric(client, "eyrie_num_steps"), metric(client, "eyrie_num_draft_tokens")
+
+        assert ask(url, LONG_TOKENS).json()["choices"] == plain
+        assert in_use() == (CHAIN.num_steps, CHAIN.num_draft_tokens)
+        together = [users.submit(ask, url, LONG_TOKENS) for _ in range(2)]
+        wait_for(lambda: in_use() == (0, 1), "two requests are decoded without drafting", LIMIT_S)
+        assert [answer.result().json()["choices"] for answer in together] == [plain, plain]
+        assert ask(url).status_code == 200
+        assert in_use() == (CHAIN.num_steps, CHAIN.num_draft_tokens), "alone again"
 
 
 @pytest.mark.slow

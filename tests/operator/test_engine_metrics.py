@@ -23,17 +23,19 @@ sglang:http_responses_total{endpoint="/health",method="GET",status_code="503"} 4
 
 
 def test_rounds_tokens_answers_and_failures_of_our_engine() -> None:
-    assert read_metrics(OURS) == EngineCounters(rounds=10, tokens=31, answered=7, failed=1, accepted=(9, 8, 4))
+    assert read_metrics(OURS) == EngineCounters(rounds=10, tokens=31, answered=7, failed=1, accepted=(9, 8, 4),
+                                                generated=99)
 
 
 def test_of_sglang_probes_do_not_count_and_a_client_s_mistake_is_no_failure() -> None:
-    assert read_metrics(SGLANG) == EngineCounters(rounds=4, tokens=12, answered=8, failed=2)
+    assert read_metrics(SGLANG) == EngineCounters(rounds=4, tokens=12, answered=8, failed=2, generated=12)
 
 
 def test_a_restarted_engine_counts_from_zero_and_an_ended_one_not_at_all() -> None:
-    since = {"a": EngineCounters(rounds=100, tokens=300), "gone": EngineCounters(rounds=50, tokens=60)}
-    now = {"a": EngineCounters(rounds=110, tokens=330), "b": EngineCounters(rounds=5, tokens=6)}
-    assert increase(now, since) == EngineCounters(rounds=15, tokens=36)
+    since = {"a": EngineCounters(rounds=100, tokens=300, generated=400), "gone": EngineCounters(rounds=50, tokens=60)}
+    now = {"a": EngineCounters(rounds=110, tokens=330, generated=450),
+           "b": EngineCounters(rounds=5, tokens=6, generated=8)}
+    assert increase(now, since) == EngineCounters(rounds=15, tokens=36, generated=58)
 
 
 def test_accepted_tokens_are_counted_by_position_over_all_engines() -> None:

@@ -345,19 +345,20 @@ def test_a_step_of_a_canary_ends_with_its_acceptance_and_the_interval_that_is_ju
     assert (rejected.ended.tau, rejected.ended.tau_low) == (1.05, 1.0), "a round produces a token at least"
 
 
-def test_a_closed_window_says_how_many_requests_ended_in_how_many_seconds() -> None:
+def test_a_closed_window_says_how_many_requests_ended_and_tokens_were_generated_in_how_many_seconds() -> None:
     full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_tokens": 5.8 * MIN_ROUNDS,
-                            "window_requests": 90.0}
+                            "window_requests": 90.0, "window_generated": 5400.0}
     for since, seconds in ((NOW - timedelta(seconds=60), 60.0), (None, None)):
         (closed,) = plan(endpoint(2), engine(2, **full, window_since=since), routed=2).actions
-        assert (closed.requests, closed.seconds) == (90.0, seconds)
+        assert (closed.requests, closed.generated, closed.seconds) == (90.0, 5400.0, seconds)
 
 
 def test_requests_of_the_target_without_a_drafter_are_counted_in_windows_that_are_long_enough() -> None:
     policy = ServePolicy(drift=DriftSpec(window_s=60.0))
     for requests, seconds, closed in ((90.0, 61.0, True), (90.0, 59.0, False), (0.0, 61.0, False), (None, 61.0, False)):
-        seen = engine(1, window_requests=requests, window_since=NOW - timedelta(seconds=seconds))
-        wanted = (CloseWindow(1, None, 0.0, None, requests=90.0, seconds=61.0),) if closed else ()
+        seen = engine(1, window_requests=requests, window_generated=5400.0,
+                      window_since=NOW - timedelta(seconds=seconds))
+        wanted = (CloseWindow(1, None, 0.0, None, requests=90.0, generated=5400.0, seconds=61.0),) if closed else ()
         assert plan(endpoint(1), seen, routed=1, policy=policy).actions == wanted
 
 

@@ -243,7 +243,7 @@ def test_answers_past_their_end_leave_a_window_unjudged_and_the_next_one_is_judg
     served.keeper.reconcile("default")
     served.tend_until(lambda: bool(windows.read("default", kind="window").items), later)
     (window,) = windows.read("default", kind="window").items
-    assert set(window.figures) == {"requests", "seconds"}
+    assert set(window.figures) == {"requests", "tokens", "seconds"}
     seen = served.endpoints.get("default")
     assert (seen.active_revision, seen.candidate_revision) == (2, None)
     ask()

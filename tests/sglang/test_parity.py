@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from eyrie_api.chat_template import probes
 from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.prove import ParityReport
-from eyrie_api.contract.tuning import Setting
+from eyrie_api.contract.tuning import OperatingMap, Setting
 from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.processes import free_port
 from eyrie_workers.data.suites import load_suite
@@ -22,7 +24,7 @@ from eyrie_workers.measure.parity import compare_prompts, is_same, report_withou
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.measure.parity_under_load import request_under_load, requests_under_load
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.sglang.launch import LaunchPlan, adaptive_config, launch_arguments
 from eyrie_workers.sglang.process import SglangServer
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
@@ -36,14 +38,18 @@ NARROW_TREE = DraftTreeShape(num_steps=7, top_k=2, num_draft_tokens=10)
 TOKENS = 64
 
 
-@pytest.fixture(scope="module")
-def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """A server as we would start it in production, but for the warm-up: our launch line, prefix cache on."""
-    plan = LaunchPlan(
+def chain_plan(drafter: Path) -> LaunchPlan:
+    return LaunchPlan(
         target=read_target(str(TARGET), read_config(TARGET)), drafter=read_drafter(str(drafter), read_config(drafter)),
         machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=CHAIN), dtype="float32", port=free_port(),
         max_running_requests=8, context_length=1024)
-    with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("chain")) as server:
+
+
+@pytest.fixture(scope="module")
+def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A server as we would start it in production, but for the warm-up: our launch line, prefix cache on."""
+    line = (*launch_arguments(chain_plan(drafter)), "--skip-server-warmup")
+    with serving(line, tmp_path_factory.mktemp("chain")) as server:
         yield server
 
 
@@ -130,6 +136,21 @@ def test_drafting_changes_no_log_probability_of_sglang(plain: SglangServer, chai
     for undrafted, drafted in zip(*found, strict=True):
         assert drafted[0] == undrafted[0]
         assert drafted[1:] == pytest.approx(undrafted[1:], abs=1e-3)
+
+
+def test_a_server_shows_the_depth_in_use_and_on_a_cpu_none_starts_with_an_operating_map(
+        chain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    for prompt in prompts:  # SGLang sets these gauges every 40 rounds
+        request_answer("sglang", chain.url, MODEL, prompt, TOKENS)
+    text = httpx.get(f"{chain.url}/metrics", timeout=120, trust_env=False).text
+    shown = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert (shown["sglang:spec_num_steps"], shown["sglang:spec_num_draft_tokens"]) == (5, 6)
+    file = tmp_path / "adaptive.json"
+    followed = OperatingMap(points=(), adaptive={"1": {"candidate_steps": [5]}, "2": {"candidate_steps": [0]}})
+    plan = replace(chain_plan(drafter), map=followed, adaptive_path=str(file))
+    file.write_text(adaptive_config(plan) or "")
+    with pytest.raises(EngineFailed, match="NotImplementedError"), serving(launch_arguments(plan), tmp_path):
+        pass
 
 
 @pytest.mark.slow

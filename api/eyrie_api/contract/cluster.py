@@ -53,6 +53,9 @@ class AutoscaleSpec(Frozen):
     target_requests: float = Field(8.0, gt=0.0)
 
 
+NODE_GPUS = 8
+"""GPUs of one node, where nothing else is known."""
+
 MODEL_CACHE_DIR = "/var/cache/eyrie/models"
 """Where the pods of stages and engines have the model cache."""
 
@@ -131,6 +134,10 @@ class ClusterProfile(Frozen):
 
     serving: ServingSpec | None = None
     """None: nothing is served from here; winners are measured and kept."""
+
+    node_gpus: int = Field(NODE_GPUS, ge=1, le=64)
+    """GPUs of the largest node. A server of SGLang is in one pod, and a pod on one node: jobs that request more for one
+    are refused."""
 
     max_runs: int = Field(16, ge=1, le=100_000)
     """Pipelines that run at the same time; further jobs are queued. Kueue, where installed, queues their pods as

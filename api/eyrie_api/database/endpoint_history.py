@@ -111,13 +111,14 @@ class Histories:
     def record_window(self, endpoint: str, revision: int, tau: float | None, rounds: float, proven: float | None, *,
                       accepted: Sequence[float] = (), rollback_below: float | None = None,
                       drift_below: float | None = None, requests: float | None = None,
-                      seconds: float | None = None) -> None:
+                      generated: float | None = None, seconds: float | None = None) -> None:
         """Record one window and delete the oldest beyond KEPT_WINDOWS.
 
-        tau        None of a revision whose acceptance is not watched: the window has requests alone, and replaces the
-                   latest one if that is of the same kind, so that none with acceptance is deleted for it
+        tau        None of a revision whose acceptance is not watched: the window has requests and tokens alone, and
+                   replaces the latest one of the same kind, so that none with acceptance is deleted for it
         accepted   draft tokens accepted at each position; empty where the engine does not say
-        requests   requests that ended in the window, and `seconds` its length; None where not known
+        requests   requests that ended in the window, `generated` the tokens, and `seconds` its length; None where not
+                   known
         """
         if tau is None:
             message = f"{requests or 0:.0f} requests in {seconds or 0:.0f} s"
@@ -133,7 +134,8 @@ class Histories:
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
                            actor="watch", figures={
                                "tau": tau, "rounds": counted, "proven_tau": proven, "drift_below": drift_below,
-                               "rollback_below": rollback_below, "requests": requests, "seconds": seconds,
+                               "rollback_below": rollback_below, "requests": requests, "tokens": generated,
+                               "seconds": seconds,
                                **{f"accepted/{position}": count for position, count in enumerate(accepted, start=1)}})
             oldest = session.scalars(windows.offset(KEPT_WINDOWS - 1).limit(1)).first()
             if oldest is not None:

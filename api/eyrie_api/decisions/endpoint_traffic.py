@@ -43,12 +43,14 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
     entry = _of_active(endpoint, latest, "window")
     if entry is None:
         return None
-    seconds, requests, rounds = (entry.figures.get(name) for name in ("seconds", "requests", "rounds"))
+    seconds, requests, tokens, rounds = (
+        entry.figures.get(name) for name in ("seconds", "requests", "tokens", "rounds"))
     return LiveWindow(
         tau=entry.figures.get("tau"), proven_tau=entry.figures.get("proven_tau"), until=entry.time,
         since=None if seconds is None else entry.time - timedelta(seconds=seconds),
         requests_per_s=None if seconds is None or requests is None else requests / seconds,
-        accepted_per_round=tuple(tokens / rounds for tokens in entry.accepted_tokens) if rounds else ())
+        tokens_per_s=None if seconds is None or tokens is None else tokens / seconds,
+        accepted_per_round=tuple(accepted / rounds for accepted in entry.accepted_tokens) if rounds else ())
 
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:

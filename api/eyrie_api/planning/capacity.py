@@ -32,9 +32,12 @@ def missing_here(submission: Submission, devices: Path = DEVICES) -> list[Invali
         has = f"this machine has {num_gpus} GPU{'' if num_gpus == 1 else 's'}"
         what = "EYRIE_DEVICE is cpu, with which this machine uses no GPUs" if on_cpu else has
         lower = f"lower it to at most {num_gpus}" if num_gpus else "omit it"
-        errors = [InvalidInput(f"{field}.num_gpus is {request.num_gpus} and {what}",
+        wanted = [(f"{field}.num_gpus", request.num_gpus or 0) for field, request in requests_of(submission.job.spec)]
+        if num_gpus:  # on CPUs a server may be divided as well
+            wanted.append(("engine.tp_size", submission.job.spec.engine.tp_size))
+        errors = [InvalidInput(f"{field} is {number} and {what}",
                                f"{lower}, or submit the job where there are as many")
-                  for field, request in requests_of(submission.job.spec) if (request.num_gpus or 0) > num_gpus]
+                  for field, number in wanted if number > num_gpus]
     if submission.job.spec.engine.kind == "sglang" and not has_sglang(submission.settings):
         errors.append(InvalidInput(
             f"engine.kind is 'sglang', and this server finds no SGLang: {SGLANG_PROGRAM} is not set, and SGLang is not "
@@ -63,10 +66,12 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
     if facts.sizes is None or weights is None or computed is None:
         return []
     if facts.profile is not None:
-        return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=facts.profile.serving is not None)
+        return too_small_gpus(job, facts.sizes, weights, computed=computed, node_gpus=submission.node_gpus,
+                              serves=facts.profile.serving is not None)
     here = gpu_memory_here()
-    return too_small_gpus(job, facts.sizes, weights, computed=computed, serves=True, memory=lambda label: (
-        memory_of(label) if for_other_machines and label is not None else here))
+    return too_small_gpus(
+        job, facts.sizes, weights, computed=computed, node_gpus=submission.node_gpus, serves=True,
+        memory=lambda label: memory_of(label) if for_other_machines and label is not None else here)
 
 
 def memory_without_room(submission: Submission) -> Sequence[EyrieError]:

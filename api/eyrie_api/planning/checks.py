@@ -19,8 +19,9 @@ from eyrie_api.contract.targets import (
 )
 from eyrie_api.data_files import is_remote
 from eyrie_api.errors import InvalidInput, UnsupportedTarget, VocabularyTooLarge
+from eyrie_api.planning.capacity import requests_of
 from eyrie_api.planning.facts import gpu_names_here, gpus_of, is_missing, local_path
-from eyrie_api.planning.hardware import GPUS, fitting_sizes, known_gpu, undivided
+from eyrie_api.planning.hardware import GPUS, fewest_gpus, fitting_sizes, known_gpu, memory_of, undivided
 from eyrie_api.planning.plan_work import LEAST_DRAFT_VOCABULARY, PlannedWork, TargetFacts, training_on_gpus
 from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.quantised import quantisation_config, read_quantisation
@@ -268,17 +269,50 @@ def target_files_are_whole(submission: Submission) -> None:
         _ = submission.target_warnings  # raises for what is no warning
 
 
+def pods_fit_a_node(submission: Submission) -> None:
+    """No server, and no pod of a cluster, has more GPUs than a node. Only training runs on several nodes."""
+    job, spec, node_gpus = submission.job, submission.job.spec, submission.node_gpus
+    wanted = [("engine.tp_size", spec.engine.tp_size)]
+    if job.on_cluster:
+        profiles = spec.prove.hardware.profiles if spec.prove.hardware is not None else ()
+        wanted += [(f"{field}.num_gpus", request.num_gpus or 0) for field, request in (
+            *requests_of(spec), *((f"prove.hardware.profiles.{number}.placement", profile.placement)
+                                  for number, profile in enumerate(profiles)))]
+    for field, num_gpus in wanted:
+        if num_gpus <= node_gpus:
+            continue
+        hint = f"give at most {node_gpus}" + (
+            ", or correct cluster.node_gpus of the cluster" if job.on_cluster else "")
+        device = memory_of(job.gpus["prove"].gpu_type)
+        weights = submission.weight_bytes(spec.engine.kind)
+        if field == "engine.tp_size" and device is not None and weights is not None and submission.facts.sizes:
+            enough, instead = fewest_gpus(submission.facts.sizes, weights, device, node_gpus,
+                                          spec.engine.sglang_arguments.mem_fraction_static)
+            hint = instead or f"set it to {enough}, which hold the target"
+        raise InvalidInput(f"{field} is {num_gpus} and one node has {node_gpus} GPUs: servers and pods are not divided "
+                           "among nodes", hint)
+
+
 def heads_are_divided(submission: Submission) -> None:
-    """The GPUs of one server divide the target, and each stage with servers has as many."""
-    job, facts = submission.job, submission.facts.sizes
-    tp_size = job.spec.engine.tp_size
-    if facts is not None and job.spec.engine.kind == "sglang":
+    """The GPUs of one server divide the target; each stage with servers and the endpoint of a cluster have as many. An
+    engine takes all that its endpoint has."""
+    job, spec, facts, profile = submission.job, submission.job.spec, submission.facts.sizes, submission.facts.profile
+    tp_size, serving = spec.engine.tp_size, job.serving_gpus.num_gpus or 0
+    without_servers = ("capture", "train", *(() if spec.regenerate.engine is None else ("regenerate",)))
+    servers: list[tuple[str, int, str]] = [
+        (stage, placed.num_gpus or 0, "placement.num_gpus") for stage, placed in job.gpus.items()
+        if stage in spec.stages and stage not in without_servers]
+    serves = profile is not None and profile.serving is not None and spec.promotion.mode != "never"
+    if serves:
+        servers.append(("the endpoint", serving, "serve.placement.num_gpus"))
+    if facts is not None and spec.engine.kind == "sglang":
         check_divided(tp_size, facts)
-    without_servers = ("capture", "train", *(() if job.spec.regenerate.engine is None else ("regenerate",)))
-    for stage, placed in job.gpus.items():
-        if stage in job.spec.stages and stage not in without_servers and 0 < (placed.num_gpus or 0) < tp_size:
-            raise InvalidInput(f"engine.tp_size is {tp_size} and {stage} has {placed.num_gpus} GPUs "
-                               "(placement.num_gpus)", f"give it {tp_size} or more, or lower engine.tp_size")
+        if serves and serving > tp_size:
+            check_divided(serving, facts, "serve.placement.num_gpus")
+    for place, num_gpus, field in servers:
+        if 0 < num_gpus < tp_size:
+            raise InvalidInput(f"engine.tp_size is {tp_size} and {place} has {num_gpus} GPUs ({field})",
+                               f"give it {tp_size} or more, or lower engine.tp_size")
 
 
 def check_divided(tp_size: int, facts: TargetFacts, field: str = "engine.tp_size") -> None:
@@ -401,7 +435,7 @@ def training_steps_fit(submission: Submission) -> None:
 
 CHECKS: tuple[Check, ...] = (
     layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, attention_backend_serves,
-    states_are_captured, quantised_weights_are_computed, target_files_are_whole, heads_are_divided,
+    states_are_captured, quantised_weights_are_computed, target_files_are_whole, pods_fit_a_node, heads_are_divided,
     layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist,
     shards_fit_the_pod, vocabularies_fit, training_steps_fit)
 """In order: later ones assume what earlier ones have checked."""

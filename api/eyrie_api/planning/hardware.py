@@ -220,13 +220,14 @@ def served_memory(device: int, given: float | None = None) -> int:
     return int(device * (given or static_fraction(device / _GIB)))
 
 
-def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool,
+def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool, node_gpus: int,
                    memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
 
     weights   bytes of the target as it is served
     computed  the same where Eyrie or transformers compute it: more, where a quantised target is served by SGLang
     serves    whether an endpoint loads it, on the GPUs of `serve.placement`
+    node_gpus GPUs of one node
     memory    bytes of a GPU by its label; a job may name none
     """
     too_small: dict[_Holder, list[str]] = {}
@@ -237,7 +238,7 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
                                    else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
     return [_error(holder, places, facts, given, weights if holder.is_server else computed,
-                   memory(holder.gpu_type) or 0)
+                   memory(holder.gpu_type) or 0, node_gpus)
             for holder, places in too_small.items()]
 
 
@@ -281,17 +282,38 @@ def fitting_sizes(facts: TargetFacts) -> list[int]:
     return [size for size in range(1, min(facts.num_heads, 64) + 1) if undivided(facts, size) is None]
 
 
-def _error(holder: _Holder, places: list[str], facts: TargetFacts, given: float | None, weights: int,
-           device: int) -> GpuTooSmall:
+def fewest_gpus(facts: TargetFacts, weights: int, device: int, node_gpus: int,
+                given: float | None = None) -> tuple[int | None, str]:
+    """The fewest GPUs of one server that hold the weights. None, with what to do instead, where one node has too few: a
+    server is not divided among nodes.
+
+    device   bytes of one GPU; `given` is the share of it that the job gives its servers
+    """
+    sizes, served = fitting_sizes(facts), served_memory(device, given)
+    enough = next((number for number in sizes if number * served >= weights), None)
+    if enough is not None and enough <= node_gpus:
+        return enough, ""
+    here = [number for number in sizes if number <= node_gpus]
+    types = sorted((memory, gpu.name) for gpu in GPUS if (memory := memory_of(gpu.labels[0])) is not None)
+    larger = next((f"name a larger type of GPU, such as {number} x {name}, or " for memory, name in types
+                   for number in here if number * served_memory(memory, given) >= weights), "")
+    # Of 16 bits or more for each parameter, and with 8 it fits.
+    halved = weights >= 2 * facts.parameters and max(here, default=0) * served >= facts.parameters
+    return None, (f"it takes {enough or math.ceil(weights / served)} GPUs of this size, and one node has {node_gpus}: "
+                  f"{larger}use {'an FP8 checkpoint' if halved else 'a smaller or quantised target'}")
+
+
+def _error(holder: _Holder, places: list[str], facts: TargetFacts, given: float | None, weights: int, device: int,
+           node_gpus: int) -> GpuTooSmall:
     gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
     has = "has" if holder.num_gpus == 1 else "have"
     served = served_memory(device, given)
     needed = weights / holder.num_gpus * (device / served if holder.is_server else 1)
     larger = f"name a type of GPU with more than {size(needed)}"
-    enough = next((number for number in fitting_sizes(facts) if number * served >= weights), None)
+    enough, instead = fewest_gpus(facts, weights, device, node_gpus, given)
     gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
     if enough is None:
-        hint = f"{larger}, or a smaller or quantised target"
+        hint = instead if holder.is_server else f"{larger}, or a smaller or quantised target"
     elif holder.is_server:
         hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
     else:

@@ -1,13 +1,15 @@
 """A job that is being submitted: resolved, with what is known of its target, data and machine."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
 from eyrie_api.contract.capture import StateSourceName
+from eyrie_api.contract.cluster import NODE_GPUS
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES, is_hub_id
-from eyrie_api.planning.facts import Facts, local_path
+from eyrie_api.planning.facts import Facts, gpus_of, local_path
 from eyrie_api.planning.target_config import choose_source
 from eyrie_api.planning.target_files import check_tokenizer, served_bytes, weights_are_here
 from eyrie_api.planning.training_cost import usable_bytes
@@ -20,6 +22,12 @@ class Submission:
     job: ResolvedJob
     facts: Facts
     settings: Settings
+
+    @property
+    def node_gpus(self) -> int:
+        """The most GPUs that one node has, or one machine that a job is planned for."""
+        profile = self.facts.profile
+        return max(NODE_GPUS, len(gpus_of(os.environ))) if profile is None else profile.node_gpus
 
     @property
     def architectures(self) -> list[str]:

@@ -46,7 +46,7 @@ credentials_secret: {{ . }}
 {{- range $stage, $placement := $given.per_stage -}}
 {{- $_ := set $single $stage (mergeOverwrite (deepCopy $stages) (deepCopy $placement)) -}}
 {{- end -}}
-{{- $profile := dict "kubeflow" $kubeflow "stages" $stages "per_stage" $single "home" "/var/lib/eyrie" "python" $python "max_runs" $given.max_runs "sync_s" $given.sync_s -}}
+{{- $profile := dict "kubeflow" $kubeflow "stages" $stages "per_stage" $single "home" "/var/lib/eyrie" "python" $python "node_gpus" $given.node_gpus "max_runs" $given.max_runs "sync_s" $given.sync_s -}}
 {{- with $given.model_cache -}}{{- $_ := set $profile "model_cache" . -}}{{- end -}}
 {{- if $given.serve -}}
 {{- $pods := dict "namespace" .Release.Namespace "placement" (include "eyrie.cluster.placement" . | fromYaml) "python" $python -}}

@@ -267,7 +267,7 @@ class EndpointReconciler:
         total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
                        window_accepted=total.accepted, window_requests=total.requests,
-                       window_since=began.since, counted=counts)
+                       window_generated=total.generated, window_since=began.since, counted=counts)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:

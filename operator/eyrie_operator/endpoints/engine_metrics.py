@@ -4,7 +4,8 @@ Our engine counts accepted draft tokens by position; SGLang has no such counter.
 
 SGLang updates its counters when a request ends, and counts the first token, which no round produced: with 100 tokens
 per response its tau is one hundredth too high. A round in which its adaptive mode did not draft counts like any other
-(`plan.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests alone.
+(`plan.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: a window has requests and tokens
+alone.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from eyrie_api.contract.model import Frozen
 
 _ROUNDS = ("eyrie_drafted_rounds_total", "sglang:spec_verify_calls_total")
 _TOKENS = ("eyrie_drafted_round_tokens_total", "sglang:generation_tokens_total")
+_GENERATED = ("eyrie_generated_tokens_total", "sglang:generation_tokens_total")
 _ACCEPTED = "eyrie_accepted_tokens_total"
 _OURS, _SGLANG = "eyrie_requests_total", "sglang:http_responses_total"
 
@@ -37,6 +39,9 @@ class EngineCounters:
     accepted: tuple[float, ...] = ()
     """Draft tokens accepted at each position, the first one first. Empty where the engine does not say."""
 
+    generated: float = 0.0
+    """All tokens, those of rounds that did not draft included."""
+
     @property
     def requests(self) -> float:
         """Clients' requests that have ended."""
@@ -45,10 +50,12 @@ class EngineCounters:
 
 def read_metrics(text: str) -> EngineCounters:
     """Parse Prometheus' text format; absent counters are zero. Raises ValueError."""
-    rounds = tokens = answered = failed = 0.0
+    rounds = tokens = generated = answered = failed = 0.0
     accepted: dict[int, float] = {}
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         name, labels, value = sample.name, sample.labels, sample.value
+        if name in _GENERATED:
+            generated += value
         if name in _ROUNDS:
             rounds += value
         elif name in _TOKENS:
@@ -62,7 +69,8 @@ def read_metrics(text: str) -> EngineCounters:
             else:
                 answered += value
     positions = range(1, max(accepted, default=0) + 1)
-    return EngineCounters(rounds, tokens, answered, failed, tuple(accepted.get(place, 0.0) for place in positions))
+    return EngineCounters(rounds, tokens, answered, failed, tuple(accepted.get(place, 0.0) for place in positions),
+                          generated)
 
 
 Counts = Mapping[str, EngineCounters]
@@ -78,7 +86,7 @@ def increase(counts: Counts, since: Counts) -> EngineCounters:
                          in zip_longest(total.accepted, now.accepted, base.accepted, fillvalue=0.0))
         total = EngineCounters(total.rounds + now.rounds - base.rounds, total.tokens + now.tokens - base.tokens,
                                total.answered + now.answered - base.answered, total.failed + now.failed - base.failed,
-                               accepted)
+                               accepted, total.generated + now.generated - base.generated)
     return total
 
 

@@ -61,6 +61,9 @@ class ObservedEngine:
     window_requests: float | None = None
     """Requests that it answered or failed since the window began; None where that is not known."""
 
+    window_generated: float | None = None
+    """Tokens that it generated since then; None as above."""
+
     window_since: datetime | None = None
     window_unended: bool = False
     """The window may have answers that were generated past their end, which the engine does not count separately."""
@@ -203,7 +206,7 @@ class CloseWindow:
     tau: float | None
     rounds: float
     proven: float | None
-    """None for a revision without a proven tau, such as the target without a drafter: requests alone are recorded."""
+    """None for a revision without a proven tau, such as the target without a drafter: requests and tokens alone."""
 
     rollback_below: float | None = None
     """The acceptance lengths at which the watch rolls back, and at which it counts towards drift."""
@@ -214,6 +217,9 @@ class CloseWindow:
 
     requests: float | None = None
     """As `ObservedEngine.window_requests`."""
+
+    generated: float | None = None
+    """As `ObservedEngine.window_generated`."""
 
     seconds: float | None = None
     """How long the window lasted."""
@@ -481,13 +487,14 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
         requested = engine.window_requests or engine.window_unended
         if not requested or seconds is None or seconds < policy.drift.window_s:
             return []
-        return [CloseWindow(active, None, 0.0, None, requests=engine.window_requests, seconds=seconds)]
+        return [CloseWindow(active, None, 0.0, None, requests=engine.window_requests,
+                            generated=engine.window_generated, seconds=seconds)]
     if tau is None:
         return _drift(revision, policy, seen)
     limit = policy.min_acceptance_ratio * proven
     close = CloseWindow(active, tau, engine.window_rounds, proven, limit,
                         None if policy.drift.action == "ignore" else policy.drift.ratio * proven,
-                        engine.window_accepted, engine.window_requests, seconds)
+                        engine.window_accepted, engine.window_requests, engine.window_generated, seconds)
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.

@@ -231,7 +231,7 @@ class EndpointRecords:
             self._histories.record_window(
                 name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
                 rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
-                seconds=action.seconds)
+                generated=action.generated, seconds=action.seconds)
         elif isinstance(action, act.ReportDrift):
             serving = next((revision for revision in endpoint.revisions if revision.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)

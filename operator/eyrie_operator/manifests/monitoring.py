@@ -44,6 +44,9 @@ class Series:
     """Counter of verify rounds; `round_tokens` counts the tokens they produced."""
 
     round_tokens: str
+    num_steps: str
+    """Gauge of the draft depth in use; 0 where it does not draft."""
+
     running: str
     queued: str
     answered: str
@@ -57,13 +60,13 @@ class Series:
 
 SGLANG = Series(
     tokens="sglang:generation_tokens_total", rounds="sglang:spec_verify_calls_total",
-    round_tokens="sglang:generation_tokens_total", running="sglang:num_running_reqs",
+    round_tokens="sglang:generation_tokens_total", num_steps="sglang:spec_num_steps", running="sglang:num_running_reqs",
     queued="sglang:num_queue_reqs", answered="sglang:http_responses_total", client_labels=',endpoint=~"/v1/.+"',
     failed_labels=',status_code=~"5.."', first_token="sglang:time_to_first_token_seconds",
     between_tokens="sglang:inter_token_latency_seconds")
 EMBEDDED = Series(
     tokens="eyrie_generated_tokens_total", rounds="eyrie_drafted_rounds_total",
-    round_tokens="eyrie_drafted_round_tokens_total", running="eyrie_running_requests",
+    round_tokens="eyrie_drafted_round_tokens_total", num_steps="eyrie_num_steps", running="eyrie_running_requests",
     queued="eyrie_queued_requests",
     answered="eyrie_requests_total", client_labels="", failed_labels=',finish_reason="error"',
     first_token="eyrie_time_to_first_token_seconds", between_tokens="eyrie_inter_token_latency_seconds")
@@ -156,6 +159,7 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
     drawn = (
         ("Acceptance length (tau)", _tau(series, ours, by, "5m"), "short"),
         ("Tokens per second", f"sum by ({by}) (rate({series.tokens}{{{ours}}}[1m]))", "short"),
+        ("Draft depth (num_steps), mean of replicas", f"avg by ({by}) ({series.num_steps}{{{ours}}})", "short"),
         ("Requests running", f"sum by ({by}) ({series.running}{{{ours}}})", "short"),
         ("Requests queued", f"sum by ({by}) ({series.queued}{{{ours}}})", "short"),
         ("Time to first token, p99", p99(series.first_token), "s"),

@@ -46,7 +46,7 @@ def watch(database: Database, clock: ManualClock, revision: int, taus: tuple[flo
         accepted = tuple(round(200 * share) for share in (0.8 * tau / PROVEN, 0.5 * tau / PROVEN)) if positions else ()
         Histories(database, clock).record_window(name, revision, tau, 200.0, PROVEN, accepted=accepted,
                                                  rollback_below=0.5 * PROVEN, drift_below=0.85 * PROVEN,
-                                                 requests=90.0, seconds=60.0)
+                                                 requests=90.0, generated=5400.0, seconds=60.0)
 
 
 def endpoint_with_history(database: Database, clock: ManualClock) -> int:

@@ -173,5 +173,5 @@ def test_history_keeps_what_a_window_was_held_against(database: Database, clock:
     watch(database, clock, serve_drafter(database, clock), (3.0,))
     (window,) = Histories(database).read("chat", kind="window").items
     assert window.figures == {"tau": 3.0, "rounds": 200.0, "proven_tau": 3.0, "drift_below": 2.55,
-                              "rollback_below": 1.5, "requests": 90.0, "seconds": 60.0, "accepted/1": 160.0,
-                              "accepted/2": 100.0}
+                              "rollback_below": 1.5, "requests": 90.0, "tokens": 5400.0, "seconds": 60.0,
+                              "accepted/1": 160.0, "accepted/2": 100.0}

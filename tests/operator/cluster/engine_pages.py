@@ -8,7 +8,7 @@ class EnginePages:
     """One engine process that has counted so much."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, float] = {"rounds": 0, "tokens": 0, "answered": 0, "failed": 0}
+        self.counts: dict[str, float] = {"rounds": 0, "tokens": 0, "generated": 0, "answered": 0, "failed": 0}
         pages = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,6 +34,7 @@ class EnginePages:
     def text(self) -> str:
         known = self.counts
         return (f"eyrie_drafted_rounds_total {known['rounds']}\neyrie_drafted_round_tokens_total {known['tokens']}\n"
+                f"eyrie_generated_tokens_total {known['generated']}\n"
                 f'eyrie_requests_total{{finish_reason="stop"}} {known["answered"]}\n'
                 f'eyrie_requests_total{{finish_reason="error"}} {known["failed"]}\n')
 

@@ -538,12 +538,13 @@ def test_requests_of_the_target_without_a_drafter_are_recorded(
     harness = Harness(tmp_path, server, {"port": pages.port})
     harness.serve_bare()
     engine_pod(server, "eyrie-chat-r1", "pod-a")
-    pages.count(answered=7)  # before the window
+    pages.count(answered=7, generated=10)  # before the window
     settle(harness.reconciler())
-    pages.count(answered=89, failed=1)
+    pages.count(answered=89, failed=1, generated=5400)
     settle(harness.reconciler(clock=lambda: utc_now() + timedelta(minutes=2)))
     (window,) = harness.histories.read("chat", kind="window").items
-    assert (window.revision, set(window.figures), window.figures["requests"]) == (1, {"requests", "seconds"}, 90.0)
+    assert (window.revision, set(window.figures)) == (1, {"requests", "tokens", "seconds"})
+    assert (window.figures["requests"], window.figures["tokens"]) == (90.0, 5400.0)
 
 
 def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(

@@ -66,6 +66,8 @@ def test_the_dashboard_is_a_document_grafana_can_load() -> None:
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert len(board["uid"]) <= 40
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 6
+    assert any(panel["targets"][0]["expr"].startswith("avg by (eyrie_dev_revision) (sglang:spec_num_steps{")
+               for panel in board["panels"])
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(places) == len(board["panels"])
     assert one(rendered, "PodMonitor")["metadata"]["labels"]["release"] == "prometheus"

@@ -94,9 +94,12 @@ def test_the_embedded_engine_gets_a_map_that_one_drafter_can_apply(
     assert not plan_for("sglang", target, "h100").is_adaptive(candidate)  # the map has no adaptive form
 
 
-def test_sglang_follows_a_map_on_gpus_alone(target: Path, uses: DrafterUses) -> None:
+def test_sglang_follows_a_map_on_gpus_alone_and_with_drafters_of_eagle_alone(
+        target: Path, uses: DrafterUses) -> None:
     points = (OperatingPoint(concurrency=1, setting=CHAIN, speedup=1.0, tokens_per_s=1.0, measured=True),)
     operating_map = OperatingMap(points=points, adaptive={"1": {"candidate_steps": [2]}})
     candidate = uses["candidate"].model_copy(update={"map": operating_map})
     assert plan_for("sglang", target, "h100").is_adaptive(candidate)
     assert not plan_for("sglang", target, "cpu").is_adaptive(candidate)
+    language_model = candidate.model_copy(update={"drafter_dir": str(target)})
+    assert not plan_for("sglang", target, "h100").is_adaptive(language_model)

@@ -25,6 +25,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import EyrieError
 from eyrie_workers.engines.openai_api import NotReady, Overloaded
 from eyrie_workers.speculation.engine import Engine, Request, StepOutput
@@ -69,6 +70,11 @@ class EngineMetrics:
                                   buckets=_ITL_BUCKETS, registry=self._registry)
         self._running = Gauge("eyrie_running_requests", "Requests being decoded.", registry=self._registry)
         self._queued = Gauge("eyrie_queued_requests", "Requests waiting for a slot.", registry=self._registry)
+        self._num_steps = Gauge("eyrie_num_steps", "Depth of the draft tree in the latest round; 0 without drafting. "
+                                "With an operating map it follows the number of running requests.",
+                                registry=self._registry)
+        self._num_draft_tokens = Gauge("eyrie_num_draft_tokens", "Tokens of each request that the latest round "
+                                       "verified, root included; 1 without drafting.", registry=self._registry)
 
     def accepted_request(self, num_prompt_tokens: int) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
@@ -103,6 +109,11 @@ class EngineMetrics:
     def load(self, running: int, queued: int) -> None:
         self._running.set(running)
         self._queued.set(queued)
+
+    def round_tree(self, tree: DraftTreeShape | None) -> None:
+        """The draft tree of the latest round; None without drafting."""
+        self._num_steps.set(tree.num_steps if tree is not None else 0)
+        self._num_draft_tokens.set(tree.num_draft_tokens if tree is not None else 1)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -229,7 +240,9 @@ class EngineThread:
         self._metrics.load(len(self._running), len(self._waiting))
         # 3. One round for all running requests.
         if self._running:
-            for progress in loaded.engine.advance():
+            outputs = loaded.engine.advance()
+            self._metrics.round_tree(loaded.engine.round_tree)
+            for progress in outputs:
                 self._deliver(progress)
 
     def _run_commands(self, *, block: bool) -> None:

@@ -45,7 +45,7 @@ GUARDED_MODULE = "eyrie_workers.sglang.plugin.guarded"
 DEFAULT_RUNNING_REQUESTS = 48
 """SGLang's own default of --max-running-requests with speculation; without, it is far higher."""
 
-_ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
+ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
 """The algorithms that support adaptive speculation."""
 
 _BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "triton")
@@ -296,7 +296,7 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
                            f"serve it with the embedded engine, or train {', '.join(sglang_families())}")
     if algorithm == "EAGLE3":
         require_capture(plan.target.architecture)
-    if adaptive and algorithm not in _ADAPTIVE_ALGORITHMS:
+    if adaptive and algorithm not in ADAPTIVE_ALGORITHMS:
         raise Unlaunchable(f"adaptive speculation does not run with {algorithm}: SGLang would serve one setting and "
                            "only log it", "serve one setting (leave the map out)")
     if drafter.sliding_window is not None and algorithm != "EAGLE3":

@@ -35,8 +35,9 @@ from eyrie_workers.engines.process import (
 )
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.sglang import profiles
-from eyrie_workers.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.sglang.checkpoints import checkpoint_algorithm, read_drafter, read_target
 from eyrie_workers.sglang.launch import (
+    ADAPTIVE_ALGORITHMS,
     LaunchPlan,
     SharedServerArgs,
     adaptive_config,
@@ -116,7 +117,9 @@ class ServerPlan:
         if self.kind == "embedded":
             return batch_size_schedule(use.map) is not None
         # SGLang 0.5.23 has no adaptive speculation on CPUs: the server ends with NotImplementedError while it starts.
-        return use.map.adaptive is not None and self.hardware.platform != "cpu"
+        if use.map.adaptive is None or use.drafter_dir is None or self.hardware.platform == "cpu":
+            return False
+        return checkpoint_algorithm(read_json(Path(use.drafter_dir) / "config.json")) in ADAPTIVE_ALGORITHMS
 
 
 @dataclass(frozen=True)

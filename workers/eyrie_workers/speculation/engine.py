@@ -159,6 +159,7 @@ class Engine:
         self._drafter_state: DrafterState | None = None  # of all rows, whatever the shape
         self._max_shape: DraftTreeShape | None = None
         self._schedule: TreeSchedule | None = None  # None: every round uses _max_shape
+        self.round_tree: DraftTreeShape | None = None  # of the latest round
         self.tree = tree
 
     @property
@@ -295,7 +296,7 @@ class Engine:
         clock = self._clock
         began = clock.mark()
         # 1. Propose: one tree per row, of the same shape for all, under the noise of the positions ahead.
-        shape = self._shape_for(len(self._rows))
+        shape = self.round_tree = self._shape_for(len(self._rows))
         noise = self._noise(self._rows, 1 + (shape.num_steps if shape is not None else 0))
         drafting = clock.mark()
         starts = [len(row.tokens) - 1 for row in self._rows]

@@ -97,6 +97,9 @@ def _gauges() -> dict[str, GaugeMetricFamily]:
                           labels=[*of_endpoint, "position"]),
         GaugeMetricFamily("eyrie_endpoint_requests_per_second", "Requests that ended in that window, per second.",
                           labels=of_endpoint),
+        GaugeMetricFamily("eyrie_endpoint_tokens_per_second", "Tokens generated in that window, per second, by all "
+                          "requests together: throughput, which is low while there are few requests.",
+                          labels=of_endpoint),
         GaugeMetricFamily("eyrie_endpoint_window_end_timestamp_seconds", "When that window was closed. A window needs "
                           "enough traffic to be closed, so that of an idle endpoint is old.", labels=of_endpoint),
         GaugeMetricFamily("eyrie_endpoint_drifted", "1 while drift is reported, and neither recovered from nor "
@@ -117,6 +120,7 @@ def _add_endpoint(gauges: Mapping[str, GaugeMetricFamily], endpoint: Endpoint, l
         values |= {"revision": active.number, "drafted": active.use.setting.method != "off", "proven_tau": active.tau}
     if live.window is not None:
         values |= {"tau": live.window.tau, "requests_per_second": live.window.requests_per_s,
+                   "tokens_per_second": live.window.tokens_per_s,
                    "window_end_timestamp_seconds": live.window.until.timestamp()}
         for position, accepted in enumerate(live.window.accepted_per_round, start=1):
             gauges["eyrie_endpoint_accepted_tokens"].add_metric([endpoint.name, str(position)], accepted)

@@ -47,11 +47,6 @@ Gateway API, KEDA and the like, upgrade the release.
   resources: [scaledobjects]
   verbs: [get, list, watch, create, patch, delete]
 {{- end }}
-{{- if (include "eyrie.has" (dict "root" . "api" "leaderworkerset.x-k8s.io/v1")) }}
-- apiGroups: [leaderworkerset.x-k8s.io]
-  resources: [leaderworkersets]
-  verbs: [get, list, watch, create, patch, delete]
-{{- end }}
 {{- end -}}
 
 {{/* The namespace of the runs' pods, where it is known. */}}
