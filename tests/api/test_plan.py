@@ -263,6 +263,22 @@ def test_a_plan_is_consistent_for_any_job(rows: int, prompt: int, answer: int, h
     assert 0.0 <= plan.total_hours < float("inf")
 
 
+@pytest.mark.parametrize("placement", [{}, {"every": {"num_gpus": 1}}])
+def test_a_limit_of_seconds_bounds_the_training_that_is_planned(placement: dict[str, Any]) -> None:
+    def train_stage(**fields: float) -> StagePlan:
+        return next(one for one in plan_of(job_spec(train=fields, placement=placement), SMALL, None).stages
+                    if one.stage == "train")
+
+    free = train_stage()
+    half_s = 1800 * free.hours
+    limited = train_stage(max_seconds=half_s)
+    assert limited.hours == pytest.approx(free.hours / 2)
+    assert limited.tokens == pytest.approx(free.tokens / 2, rel=1e-3)
+    assert limited.hint.startswith("train.max_seconds ends it; without it train takes ")
+    assert limited.hours_range is None or limited.hours_range.high <= half_s / 3600
+    assert train_stage(max_seconds=10 * half_s) == free
+
+
 def test_the_largest_numbers_are_planned_and_not_a_crash() -> None:
     spec = job_spec(train={"max_steps": 10**9, "max_tokens_per_batch": 2**30},
                     data={"sources": [{"path": "quickstart", "max_rows": 10**8}], "max_conversations": 10**8})

@@ -314,6 +314,14 @@ def test_layers_are_refused_where_no_family_fuses_any(settings: Settings) -> Non
     refused(settings, InvalidInput, "no family of the job fuses", drafter={"family": "medusa", "aux_layers": [1, 2]})
 
 
+def test_a_limit_of_seconds_and_rungs_which_compare_equal_steps_are_refused_together(settings: Settings) -> None:
+    axes = [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]
+    refused(settings, InvalidInput, r"train.max_seconds 60.0 \(candidate c1-.*\) with sweep.rungs \[0.25, 0.5\]",
+            train={"max_seconds": 60}, sweep={"axes": axes})
+    for sweep in ({}, {"axes": axes, "rungs": []}, {"axes": axes, "shared_passes": "never"}):
+        check(job_spec(train={"max_seconds": 60}, sweep=sweep), settings)
+
+
 def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings) -> None:
     refused(settings, InvalidInput, "does not exist", sweep={"axes": [{"field": "train.speed", "values": [1]}]})
 

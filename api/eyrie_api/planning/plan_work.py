@@ -263,7 +263,7 @@ class PlannedWork:
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     def step_tokens(self, candidate: Candidate) -> int:
-        return tokens_per_step(candidate.train, self.num_gpus)
+        return tokens_per_step(with_tokens(candidate.train, self.num_gpus, self.trained))
 
     @property
     def trained(self) -> int:
@@ -374,7 +374,7 @@ def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus 
         streamed = streamed_bytes(drafter, work.target.parameters * element, element, work.num_aux + 1,
                                   spec.capture.batch_tokens, spec.capture.stream_buffer_bytes)
     training = TrainingOnGpus(
-        drafter, with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
+        drafter, with_tokens(candidate.train, num_gpus, work.trained), num_gpus, work.supervised_share,
         work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
         top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None,
         streamed_bytes=streamed)
