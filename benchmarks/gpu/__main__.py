@@ -1,9 +1,9 @@
 """A GPU measured in 21 minutes at most: `python -m benchmarks.gpu --out .eyrie/bench` (`make bench-gpu`).
 
 Correctness first, then kernels relative to their floors and to libraries, a training step's MFU, capture and decoding
-(`benchmarks.gpu.sections`), and rounds of SGLang where it is installed (`benchmarks.gpu.sglang_rounds`). Each section is
-a process of its own with a time limit: one that fails, hangs or breaks the CUDA context costs the figures that it has
-not printed yet. Written after every figure:
+(`benchmarks.gpu.sections`), and rounds of SGLang where it is installed (`benchmarks.gpu.sglang_rounds`). Each section
+is a process of its own with a time limit: one that fails, hangs or breaks the CUDA context costs the figures that it
+has not printed yet. Written after every figure:
 
     gpu.json    the figures, the device's name, the versions
     gpu.md      the same as a page for docs/results

@@ -97,7 +97,7 @@ def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with
     placed = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-1GB"}}}
     refused(settings, GpuTooSmall, "Some-1GB has", **job, placement=placed, train={"max_tokens_per_gpu": 1_000_000})
     large = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-80GB"}}}
-    planned = plan(job_spec(**job, placement=large), settings)
+    planned = plan(job_spec(**job, placement=large, train={"max_tokens_per_batch": 32_768}), settings)
     shown = {one.name: one for one in planned.assumptions}
     assert shown["tokens per training step"].value == 2 * 16_384
     assert 0.0 < shown["training memory of each GPU"].value < 80.0

@@ -61,8 +61,8 @@ class TrainSpec(Frozen):
     """Stop after this many optimiser steps even if epochs remain."""
 
     max_seconds: float | None = Field(None, gt=0.0, le=2_592_000.0)
-    """Stop after this many seconds even if steps remain: those of optimiser steps, evaluation, export and saves, without
-    loading and without steps that a killed run repeats. The schedule ends at this limit if it comes first, so a run of
+    """Stop after this many seconds even if steps remain. Optimiser steps, evaluation, export and saves count; loading
+    does not, nor do steps that a killed run repeats. The schedule ends at this limit if it comes first, so a run of
     the same seed on a faster machine is another. The last step with its evaluation and export comes on top."""
 
     early_stop_patience: int | None = Field(None, ge=1, le=1000)

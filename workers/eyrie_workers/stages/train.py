@@ -451,8 +451,8 @@ class TrainingRun:
             self._after_evaluation(report, evaluation or self._evaluate(), export_due)
         self._count_points()
         if trainer.finished and report.step < trainer.schedule.num_steps:
-            self.stage.event("TimeLimitReached", f"train.max_seconds {self.spec.train.max_seconds} ended training after "
-                                                 f"{report.step} of {trainer.schedule.num_steps} steps")
+            self.stage.event("TimeLimitReached", f"train.max_seconds {self.spec.train.max_seconds} ended training "
+                                                 f"after {report.step} of {trainer.schedule.num_steps} steps")
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         # So is the step at which the state is saved, by the clock of rank 0.
         train = self.spec.train

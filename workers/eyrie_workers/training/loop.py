@@ -35,8 +35,8 @@ _EMA = 0.95
 
 
 def expected_steps(done: Counters, num_steps: int, max_seconds: float | None) -> int:
-    """Steps of a whole run: those of its schedule, or fewer where `max_seconds` will end it before, at the mean speed so
-    far. Warm-up, decay and checkpoints are shares of this number, so that they end with the run.
+    """Steps of a whole run: those of its schedule, or fewer where `max_seconds` will end it before, at the mean speed
+    so far. Warm-up, decay and checkpoints are shares of this number, so that they end with the run.
 
     The first step counts as time, and not as speed: on a GPU it compiles kernels, and would use up the warm-up.
     """
