@@ -127,7 +127,7 @@ test-gpu:  ## kernels, capture, training steps and the engine on this machine's 
 	@$(WITH_IMAGE) $(PYTEST_ALONE) tests/kernels tests/kernels + \
 		$(PYTEST_ALONE) tests/gpu tests/gpu/test_kernels_at_size.py tests/gpu/test_on_a_gpu.py
 
-bench-gpu:  ## measurements on a GPU, 13 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
+bench-gpu:  ## measurements on a GPU, 21 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
 	@$(WITH_IMAGE) -m benchmarks.gpu --out .eyrie/bench
 
 # 45 minutes on one core, and 9 GB in OUT/work, which can be removed. IMAGE_PYTHON=<a Python 3.12>; nvcc 13.0, g++,

@@ -151,7 +151,7 @@ class Settings(FromVariables):
     prefill_gflops: float = Field(90.0, gt=0.0)
     """Teacher-forced passes."""
 
-    train_gflops: float = Field(80.0, gt=0.0)
+    train_gflops: float = Field(48.0, gt=0.0)
     """Forward and backward of the drafter."""
 
     @field_validator("secret_key")

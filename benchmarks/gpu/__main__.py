@@ -1,8 +1,9 @@
-"""A GPU measured in 13 minutes at most: `python -m benchmarks.gpu --out .eyrie/bench` (`make bench-gpu`).
+"""A GPU measured in 21 minutes at most: `python -m benchmarks.gpu --out .eyrie/bench` (`make bench-gpu`).
 
 Correctness first, then kernels relative to their floors and to libraries, a training step's MFU, capture and decoding
-(`benchmarks.gpu.sections`). Each section is a process of its own with a time limit: one that fails, hangs or
-breaks the CUDA context costs its own figures alone. Written after every section:
+(`benchmarks.gpu.sections`), and rounds of SGLang where it is installed (`benchmarks.gpu.sglang_rounds`). Each section
+is a process of its own with a time limit: one that fails, hangs or breaks the CUDA context costs the figures that it
+has not printed yet. Written after every figure:
 
     gpu.json    the figures, the device's name, the versions
     gpu.md      the same as a page for docs/results
@@ -16,8 +17,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,10 +27,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.sections import SECTIONS, Bench
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.sections import SECTIONS
 from tests.gpu.sizes import NO_GPU, REAL, TINY, this_device
 
 _TARGET_LIMIT_S = 100.0
+_ROW = "row: "
+"""Before a figure in the output of a section's process."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,19 +50,25 @@ def main(argv: Sequence[str]) -> int:
         return 1
     names = given.sections.split(",")
     if given.work is not None:  # the process of one section
-        print(json.dumps(run(names[0], bench_in(given.work, tiny=given.tiny))))
+        for row in run(names[0], bench_in(given.work, tiny=given.tiny)):
+            print(_ROW + json.dumps(row), flush=True)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"device": device_name(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
                                 "sizes": (TINY if given.tiny else REAL).name, "versions": versions(), "sections": {}}
     with tempfile.TemporaryDirectory(prefix="eyrie-gpu-") as work:
         for name in names:
-            began = time.perf_counter()
-            outcome = here(name, Path(work)) if given.tiny else apart(name, Path(work))
-            document["sections"][name] = outcome | {"seconds": round(time.perf_counter() - began, 1)}
-            print(f"{name}: {outcome.get('error', 'done')}, {time.perf_counter() - began:.1f} s", flush=True)
-            (given.out / "gpu.json").write_text(json.dumps(document, indent=2) + "\n")
-            (given.out / "gpu.md").write_text(page(document))
+            began, rows = time.perf_counter(), list[Row]()
+            outcome = document["sections"][name] = {"rows": rows, "seconds": 0.0}
+            try:
+                for row in (run(name, bench_in(Path(work), tiny=True)) if given.tiny else apart(name, Path(work))):
+                    rows.append(row)
+                    write(given.out, document)
+            except Exception as error:  # noqa: BLE001 - whatever a section raises, the others are measured
+                outcome["error"] = f"{type(error).__name__}: {error}"
+            outcome["seconds"] = round(time.perf_counter() - began, 1)
+            print(f"{name}: {outcome.get('error', 'done')}, {outcome['seconds']} s", flush=True)
+            write(given.out, document)
     return 1 if any("error" in outcome for outcome in document["sections"].values()) else 0
 
 
@@ -66,7 +77,13 @@ def bench_in(work: Path, *, tiny: bool) -> Bench:
     return Bench(TINY if tiny else REAL, this_device(), work, budget_s=0.0 if tiny else 1.0)
 
 
-def run(name: str, bench: Bench) -> list[dict[str, Any]]:
+def write(out: Path, document: Mapping[str, Any]) -> None:
+    """Figures and page, as far as they are known."""
+    (out / "gpu.json").write_text(json.dumps(document, indent=2) + "\n")
+    (out / "gpu.md").write_text(page(document))
+
+
+def run(name: str, bench: Bench) -> Iterable[Row]:
     """One section's figures."""
     if name == "target":  # of the sections after it
         bench.sizes.target(bench.target)
@@ -75,27 +92,32 @@ def run(name: str, bench: Bench) -> list[dict[str, Any]]:
     return SECTIONS[name][0](bench)
 
 
-def here(name: str, work: Path) -> dict[str, Any]:
-    """A section in this process."""
-    try:
-        return {"rows": run(name, bench_in(work, tiny=True))}
-    except Exception as error:  # noqa: BLE001 - whatever a section raises, the others are measured
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def apart(name: str, work: Path) -> dict[str, Any]:
-    """A section in a process of its own, ended at its limit. Its figures are the last line that it prints."""
+def apart(name: str, work: Path) -> Iterator[Row]:
+    """A section's figures as it prints them, in a process of its own that is ended at its limit."""
     limit_s = SECTIONS[name][1] if name in SECTIONS else _TARGET_LIMIT_S
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(work), "--work", str(work),
-               "--sections", name]
-    try:
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"ended after its limit of {limit_s:g} s"}
-    lines = ended.stdout.splitlines()
-    if ended.returncode or not lines:
-        return {"error": f"exit code {ended.returncode}"}
-    return {"rows": json.loads(lines[-1])}
+    return printed_rows([sys.executable, "-m", "benchmarks.gpu", "--out", str(work), "--work", str(work),
+                         "--sections", name], limit_s)
+
+
+def printed_rows(command: Sequence[str], limit_s: float) -> Iterator[Row]:
+    """What a program prints as rows. Raises TimeoutError at its limit, RuntimeError when it fails."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(_ROW):
+                    yield json.loads(line.removeprefix(_ROW))
+            process.wait()
+        finally:
+            timer.cancel()
+            process.kill()  # nothing where it has ended
+    if time.perf_counter() - began >= limit_s:
+        raise TimeoutError(f"ended after its limit of {limit_s:g} s")
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}")
 
 
 def device_name() -> str:
@@ -125,7 +147,7 @@ def page(document: Mapping[str, Any]) -> str:
         parts.append(f"## {name.capitalize()}\n\nTook {outcome['seconds']} s.\n")
         if "error" in outcome:
             parts.append(f"**Failed: {outcome['error']}**\n")
-        elif outcome["rows"]:
+        if outcome["rows"]:
             parts.append(table(outcome["rows"]))
     return "\n".join(parts)
 

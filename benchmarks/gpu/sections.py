@@ -1,4 +1,4 @@
-"""The sections of the GPU benchmark. Each returns rows of figures; none depends on another.
+"""The sections of the GPU benchmark. Each gives rows of figures; none depends on another.
 
 The target has the widths of an 8B model and four of its layers, at random (`stages`: all 32): rates of capture and
 decoding are those of four layers and one output matrix, not of an 8B model. Acceptance of a random drafter says
@@ -7,17 +7,18 @@ nothing; its cost does.
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from benchmarks import training_step
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.sglang_rounds import sglang
 from benchmarks.kernels.__main__ import report
-from benchmarks.kernels.timing import Machine, seconds
+from benchmarks.kernels.timing import seconds
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
@@ -32,38 +33,7 @@ from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target
 from tests.gpu import test_kernels_at_size
-from tests.gpu.sizes import Sizes
 from tests.gpu.workload import AUX_LAYERS, drafter_of, run_capture, step, write_rows
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What every section gets."""
-
-    sizes: Sizes
-    device: torch.device
-    work: Path
-    """A directory for this run; `target` below it is the target."""
-
-    budget_s: float
-    """Seconds of one figure's repetitions."""
-
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Arithmetic of the target, as a job has it there by default."""
-        return "bfloat16" if self.machine.cuda else "float32"
-
-    @property
-    def target(self) -> Path:
-        """The target's directory."""
-        return self.work / "target"
-
-    @property
-    def machine(self) -> Machine:
-        """The device, for timing."""
-        return Machine(self.device.type, self.budget_s)
 
 
 def correctness(bench: Bench) -> list[Row]:
@@ -254,7 +224,8 @@ def decode(bench: Bench) -> list[Row]:
     return rows
 
 
-SECTIONS: dict[str, tuple[Callable[[Bench], list[Row]], float]] = {
+SECTIONS: dict[str, tuple[Callable[[Bench], Iterable[Row]], float]] = {
     "correctness": (correctness, 100), "kernels": (kernels, 70), "libraries": (libraries, 70),
-    "training": (training, 90), "capture": (capture, 100), "decode": (decode, 70), "stages": (stages, 200)}
-"""Section -> its function, and the seconds after which it is ended. With the target's 100 they are 13 minutes."""
+    "training": (training, 90), "capture": (capture, 100), "decode": (decode, 70), "stages": (stages, 200),
+    "sglang": (sglang, 480)}
+"""Section -> its function, and the seconds after which it is ended. With the target's 100 they are 21 minutes."""

@@ -23,7 +23,7 @@ from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan import make_plan, measured_rates
 from eyrie_api.planning.plan_stages import tree_shapes
-from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.plan_work import DataFacts, TargetFacts, expected_draft_vocabulary
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, target_directory
 from tests.house.sources import ROOT
@@ -263,6 +263,41 @@ def test_a_plan_is_consistent_for_any_job(rows: int, prompt: int, answer: int, h
     assert 0.0 <= plan.total_hours < float("inf")
 
 
+@pytest.mark.parametrize(("vocab", "answer_tokens", "size"), [
+    (2048, 10**9, 2048), (49_152, 100, 4096), (49_152, 58_000, pytest.approx(8448, rel=0.15)),
+    (128_256, 10**7, 32_768)])
+def test_a_draft_vocabulary_that_is_left_open_is_planned_by_the_tokens_of_the_answers(
+        vocab: int, answer_tokens: int, size: int) -> None:
+    assert expected_draft_vocabulary(vocab, answer_tokens) == size
+
+
+def test_on_a_cpu_smaller_steps_over_the_same_data_take_longer_and_deeper_unrolls_more_so() -> None:
+    def seconds(**fields: int) -> float:
+        return 3600 * next(one.hours for one in plan_of(job_spec(train=fields), SMALL, None).stages
+                           if one.stage == "train")
+
+    def added(ttt_length: int) -> float:
+        return seconds(max_tokens_per_batch=512, ttt_length=ttt_length) - seconds(ttt_length=ttt_length)
+
+    assert added(7) > added(5) > 0
+
+
+@pytest.mark.parametrize("placement", [{}, {"every": {"num_gpus": 1}}])
+def test_a_limit_of_seconds_bounds_the_training_that_is_planned(placement: dict[str, Any]) -> None:
+    def train_stage(**fields: float) -> StagePlan:
+        return next(one for one in plan_of(job_spec(train=fields, placement=placement), SMALL, None).stages
+                    if one.stage == "train")
+
+    free = train_stage()
+    half_s = 1800 * free.hours
+    limited = train_stage(max_seconds=half_s)
+    assert limited.hours == pytest.approx(free.hours / 2)
+    assert limited.tokens == pytest.approx(free.tokens / 2, rel=1e-3)
+    assert limited.hint.startswith("train.max_seconds ends it; without it train takes ")
+    assert limited.hours_range is None or limited.hours_range.high <= half_s / 3600
+    assert train_stage(max_seconds=10 * half_s) == free
+
+
 def test_the_largest_numbers_are_planned_and_not_a_crash() -> None:
     spec = job_spec(train={"max_steps": 10**9, "max_tokens_per_batch": 2**30},
                     data={"sources": [{"path": "quickstart", "max_rows": 10**8}], "max_conversations": 10**8})
@@ -341,7 +376,8 @@ def test_a_real_target_directory_gives_the_facts(tmp_path: Path) -> None:
      {"shared_passes": "always", "axes": [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]}, 16_384)])
 def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
         placement: dict[str, Any], sweep: dict[str, Any], tokens: int) -> None:
-    plan = plan_of(job_spec(placement=placement, sweep=sweep), SMALL, None)
+    plan = plan_of(job_spec(placement=placement, sweep=sweep, data={"sources": [{"path": "quickstart"}],
+                                                                    "max_conversations": 100_000}), SMALL, None)
     assert next(one.value for one in plan.assumptions if one.name == "tokens per training step") == tokens
 
 

@@ -97,7 +97,7 @@ def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with
     placed = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-1GB"}}}
     refused(settings, GpuTooSmall, "Some-1GB has", **job, placement=placed, train={"max_tokens_per_gpu": 1_000_000})
     large = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-80GB"}}}
-    planned = plan(job_spec(**job, placement=large), settings)
+    planned = plan(job_spec(**job, placement=large, train={"max_tokens_per_batch": 32_768}), settings)
     shown = {one.name: one for one in planned.assumptions}
     assert shown["tokens per training step"].value == 2 * 16_384
     assert 0.0 < shown["training memory of each GPU"].value < 80.0
@@ -312,6 +312,14 @@ def test_layers_that_a_candidate_cannot_have_are_refused(settings: Settings, val
 
 def test_layers_are_refused_where_no_family_fuses_any(settings: Settings) -> None:
     refused(settings, InvalidInput, "no family of the job fuses", drafter={"family": "medusa", "aux_layers": [1, 2]})
+
+
+def test_a_limit_of_seconds_and_rungs_which_compare_equal_steps_are_refused_together(settings: Settings) -> None:
+    axes = [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]
+    refused(settings, InvalidInput, r"train.max_seconds 60.0 \(candidate c1-.*\) with sweep.rungs \[0.25, 0.5\]",
+            train={"max_seconds": 60}, sweep={"axes": axes})
+    for sweep in ({}, {"axes": axes, "rungs": []}, {"axes": axes, "shared_passes": "never"}):
+        check(job_spec(train={"max_seconds": 60}, sweep=sweep), settings)
 
 
 def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings) -> None:

@@ -11,24 +11,28 @@ from eyrie_api.planning.training_defaults import TrainingOnGpus, gpu_bytes, toke
 from tests.api.test_training_cost import DRAFTER_8B, GIB
 
 
-@pytest.mark.parametrize(("given", "num_gpus", "at_a_time", "step"), [
-    ({}, 0, None, 2048),
-    ({}, 1, 16_384, 16_384),
-    ({}, 8, 16_384, 131_072),
-    ({"max_tokens_per_gpu": 4096}, 2, 4096, 8192),
-    ({"max_tokens_per_batch": 1024}, 0, None, 1024),
-    ({"max_tokens_per_batch": 65_536}, 2, 16_384, 65_536),
+@pytest.mark.parametrize(("given", "num_gpus", "epoch_tokens", "at_a_time", "step"), [
+    ({}, 0, 10**9, None, 2048),
+    ({}, 0, 100, None, 2048),
+    ({}, 1, 10**9, 16_384, 16_384),
+    ({}, 8, 10**9, 16_384, 131_072),
+    ({}, 8, 64 * 131_072 - 1, 16_384, 65_536),
+    ({}, 1, 64 * 4096, 16_384, 4096),
+    ({}, 1, 100, 16_384, 2048),
+    ({"max_tokens_per_gpu": 1024}, 1, 100, 1024, 1024),
+    ({"max_tokens_per_gpu": 4096}, 2, 10**9, 4096, 8192),
+    ({"max_tokens_per_batch": 1024}, 0, 10**9, None, 1024),
+    ({"max_tokens_per_batch": 65_536}, 2, 100, 16_384, 65_536),
 ])
-def test_tokens_left_open_follow_the_hardware(given: dict[str, int], num_gpus: int, at_a_time: int | None,
-                                              step: int) -> None:
-    train = with_tokens(TrainSpec.model_validate(given), num_gpus)
-    assert (train.max_tokens_per_gpu, train.max_tokens_per_batch) == (at_a_time, step)
-    assert with_tokens(train, num_gpus) == train, "what is settled stays"
-    assert tokens_per_step(TrainSpec.model_validate(given), num_gpus) == step
+def test_tokens_left_open_follow_the_hardware_and_the_data(given: dict[str, int], num_gpus: int, epoch_tokens: int,
+                                                           at_a_time: int | None, step: int) -> None:
+    train = with_tokens(TrainSpec.model_validate(given), num_gpus, epoch_tokens)
+    assert (train.max_tokens_per_gpu, tokens_per_step(train)) == (at_a_time, step)
+    assert with_tokens(train, num_gpus, epoch_tokens) == train, "what is settled stays"
 
 
 def training(num_gpus: int = 1, **fields: object) -> TrainingOnGpus:
-    return TrainingOnGpus(DRAFTER_8B, with_tokens(TrainSpec.model_validate(fields), num_gpus), num_gpus,
+    return TrainingOnGpus(DRAFTER_8B, with_tokens(TrainSpec.model_validate(fields), num_gpus, 10**9), num_gpus,
                           supervised_share=0.5, row_tokens=2048.0)
 
 
@@ -68,7 +72,7 @@ def test_the_target_that_streams_its_states_counts_on_each_gpu_and_the_hint_name
 def test_tokens_left_open_are_halved_until_they_fit_and_the_step_keeps_its_tokens(gib: int, tokens: int) -> None:
     device = gib * GIB
     fitted = training(2).fitted(device, usable_bytes(device), 2048)
-    assert (fitted.tokens, tokens_per_step(fitted.train, 2)) == (tokens, 32_768)
+    assert (fitted.tokens, tokens_per_step(fitted.train)) == (tokens, 32_768)
     if gib > 6:  # where none fits it is left as it was, and refused with the number to change
         assert fitted.require(device, "it", usable_bytes(device))
 

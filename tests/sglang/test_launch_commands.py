@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import sglang_rounds
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.families import BLOCK_ALGORITHMS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
@@ -25,7 +26,9 @@ from eyrie_workers.sglang.launch import (
     adaptive_config,
     launch_arguments,
     launch_environment,
+    shared_args,
 )
+from tests.gpu.sizes import REAL
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands
@@ -167,6 +170,14 @@ def add_features(found: Matrix, root: Path) -> None:
     found.add("window", found.plan("h100", "llama", drafter=windowed))
     found.add("tp", found.plan("h200", "qwen3", engine=EngineSpec(kind="sglang", tp_size=2)))
     found.add("short context", found.plan("gb200", "llama", context_length=1024))
+    for machine in ("h100", "cpu"):
+        models = sglang_rounds.write_configs(root / f"rounds-{machine}", replace(REAL, target_layers=32), "bfloat16")
+        plan = sglang_rounds.launch_plan(root / f"rounds-{machine}", models, profile(machine), sglang_rounds.ON_A_GPU)
+        shared = shared_args(plan, sglang_rounds.SETTINGS)
+        for setting in (OFF, *sglang_rounds.SETTINGS):
+            timed = replace(plan, setting=setting)
+            found.add(f"rounds {machine} {setting.label()}", timed, tuple(
+                sglang_rounds.server_line(timed, shared, sglang_rounds.ON_A_GPU)))
     short = write_drafter(root, "short-drafter", max_position_embeddings=2048)
     found.add("short drafter", found.plan("h100", "llama", drafter=read_drafter(
         str(short), json.loads((short / "config.json").read_text()))))
@@ -321,6 +332,17 @@ def test_optional_features_of_a_plan_are_accepted(answers: dict[str, Any]) -> No
     assert resolved(answers, "tp")["attention_backend"] == "fa3"
     assert resolved(answers, "short context")["context_length"] == 1024
     assert resolved(answers, "short drafter")["context_length"] == 2048
+
+
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_servers_whose_rounds_are_measured_differ_in_drafting_alone(machine: str, answers: dict[str, Any]) -> None:
+    off = resolved(answers, f"rounds {machine} off")
+    for setting in sglang_rounds.SETTINGS:
+        on = resolved(answers, f"rounds {machine} {setting.label()}")
+        assert on["everything"] == off["everything"]
+        assert setting.tree is not None
+        assert (on["speculative_algorithm"], on["speculative_num_draft_tokens"]) == (
+            "EAGLE3", setting.tree.num_draft_tokens)
 
 
 def test_an_unquantised_drafter_would_be_quantised_without_our_flag(answers: dict[str, Any]) -> None:

@@ -60,13 +60,19 @@ class TrainSpec(Frozen):
     max_steps: int | None = Field(None, ge=1, le=1_000_000_000)
     """Stop after this many optimiser steps even if epochs remain."""
 
+    max_seconds: float | None = Field(None, gt=0.0, le=2_592_000.0)
+    """Stop after this many seconds even if steps remain. Optimiser steps, evaluation, export and saves count; loading
+    does not, nor do steps that a killed run repeats. The schedule ends at this limit if it comes first, so a run of
+    the same seed on a faster machine is another. The last step with its evaluation and export comes on top."""
+
     early_stop_patience: int | None = Field(None, ge=1, le=1000)
     """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten
     per run). A wsd run stopped early misses its decay. Default: never."""
 
     max_tokens_per_batch: int | None = Field(None, ge=64, le=2**30)
-    """Packed tokens per optimiser step, over all processes. Default: max_tokens_per_gpu for each GPU; 2048 on CPUs. To
-    resume a run on another number of GPUs, give it."""
+    """Packed tokens per optimiser step, over all processes. Default: 2048 on CPUs; max_tokens_per_gpu
+    for each GPU, or a half, a quarter, ... of that, down to 2048, until an epoch has 64 steps. To resume a run on
+    another number of GPUs, give it."""
 
     max_tokens_per_gpu: int | None = Field(None, ge=64, le=2**30)
     """Packed tokens that one process computes at a time. A larger share of a step is divided into micro-batches whose

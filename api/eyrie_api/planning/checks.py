@@ -36,6 +36,7 @@ from eyrie_api.planning.sglang_support import (
     sglang_layer_ids,
 )
 from eyrie_api.planning.submission import Submission
+from eyrie_api.planning.sweep import may_train_together
 from eyrie_api.planning.target_config import check_config, computed_by_reference
 from eyrie_api.planning.target_files import check_weights
 from eyrie_api.planning.training_cost import usable_bytes
@@ -433,9 +434,20 @@ def training_steps_fit(submission: Submission) -> None:
             training.require(device, label, usable_bytes(device))
 
 
+def rungs_are_at_equal_steps(submission: Submission) -> None:
+    """Candidates of a sweep that has rungs have no limit of time, which ends each at another step."""
+    job, sweep = submission.job, submission.job.spec.sweep
+    limited = [candidate for candidate in job.candidates if candidate.train.max_seconds is not None]
+    if limited and sweep.rungs and len(job.candidates) > 1 and may_train_together(sweep):
+        raise InvalidInput(
+            f"train.max_seconds {limited[0].train.max_seconds} (candidate {limited[0].name}) with sweep.rungs "
+            f"{list(sweep.rungs)}: rungs compare candidates at equal steps",
+            "set sweep.rungs to [], or limit train.max_steps")
+
+
 CHECKS: tuple[Check, ...] = (
     layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, attention_backend_serves,
     states_are_captured, quantised_weights_are_computed, target_files_are_whole, pods_fit_a_node, heads_are_divided,
     layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist,
-    shards_fit_the_pod, vocabularies_fit, training_steps_fit)
+    shards_fit_the_pod, vocabularies_fit, training_steps_fit, rungs_are_at_equal_steps)
 """In order: later ones assume what earlier ones have checked."""

@@ -52,7 +52,7 @@ class Rates:
     single: float = 1.5
     """One request at a time: memory-bound on the weights."""
 
-    train: float = 80.0
+    train: float = 48.0
     source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
     store_bytes_per_s: float | None = None
     """To and from where hidden states are stored; None: not limiting."""

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.tuning import NeededTau
 from eyrie_api.planning.hardware import Rates
-from eyrie_api.planning.plan_work import PlannedWork
+from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
 
 _USERS = (1, 4, 16, 64, 256)
 """In addition to the job's own loads, so that the plan shows where speculation loses."""
@@ -46,17 +46,20 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
     drafter = work.drafter(work.job.candidates[0])
     weights_of = FAMILIES[drafter.family].drafting_weights or (lambda _sizes, depth: depth * drafter.parameters)
 
-    def round_s(users: int, num_steps: int) -> float:
-        seconds = pass_s(target.parameters, target.active_parameters, users * (num_steps + 1), rates)
-        if num_steps:
-            weights = weights_of(drafter.sizes, num_steps)
-            seconds += pass_s(weights, weights, users, rates)
-        return seconds
+    def seconds(users: int, num_steps: int) -> float:
+        weights = weights_of(drafter.sizes, num_steps) if num_steps else 0
+        return planned_round_s(target, weights, users, num_steps + 1, rates)
 
     return tuple(NeededTau(users=users, num_steps=depth, tau=needed_tau(
-        depth, round_s(users, depth), round_s(users, 0) / spec.promotion.min_speedup))
+        depth, seconds(users, depth), seconds(users, 0) / spec.promotion.min_speedup))
         for users in _ascending((*_USERS, *spec.tune.concurrencies, *spec.prove.concurrencies))
         for depth in _ascending(spec.tune.num_steps))
+
+
+def planned_round_s(target: TargetFacts, drafting_weights: int, users: int, nodes: int, rates: Rates) -> float:
+    """Seconds of a round: a pass over so many tokens of each user, and drafting with so many weights; 0: none."""
+    drafting = pass_s(drafting_weights, drafting_weights, users, rates) if drafting_weights else 0.0
+    return pass_s(target.parameters, target.active_parameters, users * nodes, rates) + drafting
 
 
 def pass_s(weights: int, active: int, tokens: int, rates: Rates) -> float:

@@ -432,7 +432,8 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     given = candidates[0].train.max_tokens_per_batch is not None
     tokens = Assumption(
         name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
-        source="train.max_tokens_per_batch" if given else f"default for {work.num_gpus} GPUs (0: on CPUs)")
+        source="train.max_tokens_per_batch" if given else
+        f"default for {work.num_gpus} GPUs (0: on CPUs) and {work.trained} tokens of an epoch")
     if not trainings:
         return (tokens,)
     known = gpu_bytes(work.job.gpus["train"].gpu_type)

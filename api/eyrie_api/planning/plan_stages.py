@@ -31,6 +31,7 @@ from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
 from eyrie_api.planning.sweep import may_train_together
+from eyrie_api.quantities import duration
 
 _HOURS_PER_MONTH = 730.0
 _SMALL_FILES = 4
@@ -109,8 +110,16 @@ def plan_train(work: PlannedWork, rates: Rates) -> StagePlan:
     else:
         shared = shared_tokens(work) * (work.state_bytes + ID_AND_MASK_BYTES)
         reading = _store_hours(shared, rates)
-    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=num_bytes, hours=max(hours, reading),
+    plan = StagePlan(stage="train", tokens=tokens, bytes_on_disk=num_bytes, hours=max(hours, reading),
                      bound_by="compute" if hours >= reading else "storage")
+    limit_s = sum(math.inf if candidate.train.max_seconds is None else candidate.train.max_seconds
+                  for candidate in work.job.candidates)
+    planned_s = plan.hours * _SECONDS_PER_HOUR
+    if planned_s <= limit_s:
+        return plan
+    return plan.model_copy(update={
+        "tokens": round(tokens * limit_s / planned_s), "hours": limit_s / _SECONDS_PER_HOUR,
+        "hint": f"train.max_seconds ends it; without it train takes {duration(planned_s)}"})
 
 
 def plan_benchmark(work: PlannedWork, rates: Rates) -> StagePlan:

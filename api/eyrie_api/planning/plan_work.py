@@ -17,9 +17,10 @@ same job stores 16.7 TiB.)
 Legend: A aux layers, H hidden.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES, StoredAs, choose
@@ -49,6 +50,14 @@ EAGLE-3's drafters for 128k vocabularies use 32k."""
 def largest_draft_vocabulary(vocab_size: int) -> int:
     """The most that a job without a draft vocabulary's size can have."""
     return min(vocab_size, DEFAULT_DRAFT_VOCABULARY)
+
+
+def expected_draft_vocabulary(vocab_size: int, answer_tokens: int) -> int:
+    """The size that such a job is planned to have: the tokens that occur in so many, by Heaps' law with the constants
+    of Manning, Raghavan and Schuetze (Introduction to Information Retrieval, 5.1.1). For the 58,000 answer tokens of
+    docs/results/published.md it gives 9,500; the job took 8,448."""
+    expected = round(44 * math.pow(answer_tokens, 0.49))
+    return min(largest_draft_vocabulary(vocab_size), max(LEAST_DRAFT_VOCABULARY, expected))
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,7 @@ class PlannedWork:
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     def step_tokens(self, candidate: Candidate) -> int:
-        return tokens_per_step(candidate.train, self.num_gpus)
+        return tokens_per_step(with_tokens(candidate.train, self.num_gpus, self.trained))
 
     @property
     def trained(self) -> int:
@@ -351,14 +360,27 @@ def share_of_steps(work: PlannedWork) -> float:
     return steps / len(candidates)
 
 
+STEP_OPERATIONS, UNROLLED_STEP_OPERATIONS = 8e8, 3.5e8
+"""Operations that take a CPU as long as what a step does whatever its size, and each unrolled step of it: launches,
+bookkeeping, kernels compiled for new shapes. Measured for the demo's drafter (2026-11-29, one core with AVX-512 and
+AMX, bfloat16, steps of 210 to 3,900 tokens): 24 ms of CPU a step with one unrolled step and 66 ms with seven, next to
+41 to 57 GFLOP/s. Not counted on GPUs, whose steps were measured at sizes where it is nothing."""
+
+
 def training_flops(work: PlannedWork, candidate: Candidate, tokens: int) -> float:
-    """Operations of training on so many tokens."""
+    """Operations of training on so many tokens, and on CPUs what takes as long as operations."""
     train, drafter, row = candidate.train, work.drafter(candidate), FAMILIES[candidate.drafter.family]
+    if candidate.drafter.draft_vocab_size is None and not row.whole_vocabulary:
+        drafter = replace(drafter, sizes=replace(drafter.sizes, output_vocab_size=expected_draft_vocabulary(
+            work.target.vocab_size, work.supervised)))
+    steps = 0.0 if work.num_gpus else tokens / work.step_tokens(candidate)
+    deep = steps * (1.0 - train.single_step_ratio) * (train.ttt_length - 1) if row.step_cost_known else 0.0
+    own = steps * (STEP_OPERATIONS + UNROLLED_STEP_OPERATIONS) + deep * UNROLLED_STEP_OPERATIONS
     if not row.step_cost_known:
         passes = row.training_passes(train, candidate.drafter.max_draft_tokens or train.ttt_length)
-        return 6.0 * drafter.parameters * passes * tokens
+        return own + 6.0 * drafter.parameters * passes * tokens
     single = round(tokens * train.single_step_ratio)
-    return sum(eagle3_flops(drafter, expected_work(
+    return own + sum(eagle3_flops(drafter, expected_work(
         part, supervised_share=work.supervised_share, ttt_length=steps, unrolled_fraction=train.unrolled_fraction,
         row_tokens=work.row_tokens)) for part, steps in ((single, 1), (tokens - single, train.ttt_length)))
 
@@ -374,7 +396,7 @@ def training_on_gpus(work: PlannedWork, candidate: Candidate) -> TrainingOnGpus 
         streamed = streamed_bytes(drafter, work.target.parameters * element, element, work.num_aux + 1,
                                   spec.capture.batch_tokens, spec.capture.stream_buffer_bytes)
     training = TrainingOnGpus(
-        drafter, with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
+        drafter, with_tokens(candidate.train, num_gpus, work.trained), num_gpus, work.supervised_share,
         work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
         top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None,
         streamed_bytes=streamed)

@@ -2,8 +2,8 @@
 the train stage read it.
 
 A GPU computes products of a few thousand rows at its rate, and the optimiser's own work is the same for any number of
-tokens: a step wants as many as its memory holds, up to a number beyond which more only make fewer steps. A CPU is at
-its rate with a few hundred rows, and small steps train faster per token there.
+tokens: a step wants as many as its memory holds, up to `GPU_TOKENS`, and fewer where the data is so little that a run
+would have few steps. A CPU is at its rate with a few hundred rows, and small steps train faster per token there.
 """
 
 import re
@@ -29,28 +29,35 @@ _KNOWN_GB = {"H200": 141, "H100-NVL": 94, "H100": 80}
 
 CPU_TOKENS_PER_STEP = 2048
 GPU_TOKENS = 16_384
-"""Per GPU and step."""
+"""Per GPU and step, also where its memory holds more: with these an H100 reaches half of its fastest product already
+(docs/results/gpu.md), and whether drafters learn as well from larger steps has not been measured."""
+
+_STEPS_PER_EPOCH = 64
+"""Fewest of a run that leaves the tokens of a step open, where CPU_TOKENS_PER_STEP allow as many."""
 
 _FEWEST_TOKENS = 1024
 """Below this a GPU is far from its rate, and a job that leaves the number open is refused instead."""
 
 
-def with_tokens(train: TrainSpec, num_gpus: int) -> TrainSpec:
+def with_tokens(train: TrainSpec, num_gpus: int, epoch_tokens: int) -> TrainSpec:
     """The spec with the numbers of tokens that it leaves open.
 
-    num_gpus  processes that each have a GPU; 0: all compute on CPUs.
+    num_gpus      processes that each have a GPU; 0: all compute on CPUs.
+    epoch_tokens  of the rows that are trained on.
     """
     at_a_time, step = train.max_tokens_per_gpu or (GPU_TOKENS if num_gpus else None), train.max_tokens_per_batch
     if step is None:
-        step = num_gpus * (at_a_time or 0) or CPU_TOKENS_PER_STEP
-    return train.model_copy(update={"max_tokens_per_gpu": at_a_time, "max_tokens_per_batch": step})
+        step = num_gpus * (at_a_time or 0)
+        while step >= 2 * CPU_TOKENS_PER_STEP and step * _STEPS_PER_EPOCH > epoch_tokens:
+            step //= 2
+    return train.model_copy(update={
+        "max_tokens_per_gpu": at_a_time, "max_tokens_per_batch": step or CPU_TOKENS_PER_STEP})
 
 
-def tokens_per_step(train: TrainSpec, num_gpus: int = 0) -> int:
-    """Packed tokens of a step, over all processes."""
-    tokens = with_tokens(train, num_gpus).max_tokens_per_batch
-    assert tokens is not None
-    return tokens
+def tokens_per_step(train: TrainSpec) -> int:
+    """Packed tokens of a step, over all processes, of a spec of `with_tokens`."""
+    assert train.max_tokens_per_batch is not None
+    return train.max_tokens_per_batch
 
 
 def gpu_bytes(gpu_type: str | None) -> int | None:
@@ -93,7 +100,7 @@ class TrainingOnGpus:
     @property
     def tokens(self) -> int:
         """Most tokens that one GPU computes at a time."""
-        step = -(-tokens_per_step(self.train, self.num_gpus) // self.num_gpus)
+        step = -(-tokens_per_step(self.train) // self.num_gpus)
         return min(step, self.train.max_tokens_per_gpu or step)
 
     def fitted(self, device_bytes: int, usable: int, longest_row: int) -> "TrainingOnGpus":
@@ -128,11 +135,11 @@ class TrainingOnGpus:
     def _setting(self) -> StepSetting:
         return StepSetting(compute_bytes=self.compute_bytes, num_ranks=self.num_gpus, top_k=self.top_k,
                            streamed_bytes=self.streamed_bytes, recompute=self.train.grad_checkpoint,
-                           accumulating=tokens_per_step(self.train, self.num_gpus) > self.num_gpus * self.tokens)
+                           accumulating=tokens_per_step(self.train) > self.num_gpus * self.tokens)
 
     def _work(self, tokens: int) -> StepWork:
         work = expected_work(tokens, supervised_share=self.supervised_share, ttt_length=self.train.ttt_length,
                              unrolled_fraction=self.train.unrolled_fraction, row_tokens=self.row_tokens)
         # The targets of all micro-batches exist before the first is trained on.
-        share = tokens_per_step(self.train, self.num_gpus) / self.num_gpus
+        share = tokens_per_step(self.train) / self.num_gpus
         return replace(work, teacher_rows=ceil(work.teacher_rows * max(1.0, share / tokens)))

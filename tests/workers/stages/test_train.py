@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from eyrie_workers.hidden_states.row_sources import write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat
 from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
-from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage, run_program
 from eyrie_workers.stages.train import main as train_program
-from eyrie_workers.stages.train import train
+from eyrie_workers.stages.train import prepare, train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.feature_rows import FeatureRow, write_shard
 from tests.tiny import tiny_target
@@ -279,6 +280,67 @@ def test_patience_ends_a_run_with_a_checkpoint_of_where_it_stood(
     assert report.stopped_early
     assert report.checkpoints[-1].step == report.steps
     assert any("StoppedEarly" in line for line in (tmp_path / "events.jsonl").read_text().splitlines())
+
+
+class Ticks:
+    """A clock whose every reading is a millisecond after the one before: training takes as long on every machine."""
+
+    def __init__(self) -> None:
+        self._readings = count()
+
+    def perf_counter(self) -> float:
+        return 1e-3 * next(self._readings)
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = Ticks()
+    monkeypatch.setattr("eyrie_workers.training.loop.time", ticks)
+    monkeypatch.setattr("eyrie_workers.stages.train.time", ticks)
+
+
+LIMITED = {"epochs": 1000, "max_seconds": 0.5, "save_every_steps": None}
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_limit_of_seconds_ends_the_run_with_its_schedule_and_its_checkpoints(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, **LIMITED)
+    assert run(tmp_path) == 0
+    verify_files(read_manifest(tmp_path), tmp_path)
+    report = report_of(tmp_path)
+    assert 20 < report.steps < 500, "of thousands"
+    assert [c.step for c in report.checkpoints] == [pytest.approx(report.steps / 2, abs=3), report.steps]
+    rates = [metric.value for metric in metrics(tmp_path) if metric.name == "learning_rate"]
+    assert max(rates) in rates[len(rates) // 4:len(rates) // 2]
+    assert rates[-1] < 0.1 * max(rates)
+    assert f"after {report.steps} of" in (tmp_path / "events.jsonl").read_text()
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_run_that_is_resumed_has_the_seconds_that_are_left_of_its_limit(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for out in (whole, killed):
+        spec = write_spec(out, target_dir, store_dir, **LIMITED)
+    assert run(whole) == 0
+    steps, begun = report_of(whole).steps, prepare(spec, Stage(killed))
+    for _ in range(steps // 2):
+        begun.after_step(begun.trainer.step())
+    assert begun.reports, "the first checkpoint"
+    begun.close()  # its last state is that of this checkpoint
+    assert run(killed) == 0
+    report = report_of(killed)
+    assert report.resumed_from_step == begun.reports[0].step
+    assert report.steps == pytest.approx(steps, abs=2)
+    assert len(report.checkpoints) == 2
+
+
+def test_a_limit_that_is_not_reached_changes_no_bit(
+        finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, max_seconds=86_400)
+    assert run(tmp_path) == 0
+    assert same(weights(tmp_path), weights(finished))
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_trained(

@@ -121,7 +121,7 @@ class CandidateGroup:
         num_steps = max(dist.gather(0 if longest is None else longest.trainer.schedule.num_steps))
         self._rungs, self._num_steps = rung_steps(num_steps, rungs), num_steps
         for run in runs.values():
-            run.evaluation_steps |= set(self._rungs)
+            run.rung_steps = frozenset(self._rungs)
 
     def train(self) -> None:
         """Train until every candidate has finished or failed. Raises Interrupted once each has saved its state."""
@@ -196,7 +196,7 @@ class CandidateGroup:
             except EyrieError as error:
                 self.failed[name] = error
         # 3. Shared: evaluate the runs whose schedule asks for it.
-        due = {name: runs[name] for name in reports if step + 1 in runs[name].evaluation_steps}
+        due = {name: runs[name] for name in reports if runs[name].evaluation_due}
         evaluations = evaluate_together(due) if due else {}
         # 4. Each run exports and saves. Interrupted is raised after the last of them, so that every run has saved.
         interrupted = False

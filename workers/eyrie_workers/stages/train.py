@@ -27,6 +27,7 @@ import json
 import os
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,8 +108,11 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     head = load_head(spec.drafter, family, path) if spec.drafter.init_from else None
     if head is not None:
         spec = spec.model_copy(update={"drafter": head.spec})
-    # Defaults of the family and of the hardware, for the fields that the spec leaves unset.
-    given, train_spec = spec, with_tokens(spec.train, dist.size if device.type == "cuda" else 0)
+    sources = read_row_sources(open_backend(spec.store_dir), store.num_rows)
+    train_rows, held_out = batches.choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
+    # Defaults of the family, of the hardware and of the data, for the fields that the spec leaves unset.
+    given, train_spec = spec, with_tokens(spec.train, dist.size if device.type == "cuda" else 0,
+                                          sum(store.lengths[row] for row in train_rows))
     if train_spec.learning_rate is None:
         train_spec = train_spec.model_copy(update={"learning_rate": family.learning_rate})
     drafter_spec = spec.drafter
@@ -118,8 +122,6 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     fused = (head.layers if head is not None else None) or spec.drafter.aux_layers or store.format.chosen_layers
     layers = family.layers(fused, config.num_layers)
     columns = _columns(layers, store, spec)
-    sources = read_row_sources(open_backend(spec.store_dir), store.num_rows)
-    train_rows, held_out = batches.choose_rows(spec.rows, sources, store.num_rows, spec.train.seed)
     step_tokens = tokens_per_step(spec.train)
     batches.require_one_batch(spec.rows, train_rows, store.lengths, step_tokens)
     vocabulary, vocabulary_report = _build_vocabulary(
@@ -335,16 +337,16 @@ class TrainingRun:
     """Seconds; decides when a state is saved."""
 
     def __post_init__(self) -> None:
-        num_steps, train = self.trainer.schedule.num_steps, self.spec.train
         self.reports: list[CheckpointReport] = []
         self.best, self.evaluations_since_best, self.stopped_early = 0.0, 0, False
         self.speedups: dict[int, float] = {}
         """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
-        self._exports = set(batches.checkpoint_steps(num_steps, train.num_checkpoints))
-        self.evaluation_steps = set(batches.checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
-        self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
+        self._exported = self._evaluated = 0
+        self.rung_steps: frozenset[int] = frozenset()
+        """Steps of a sweep with further evaluations."""
+
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._state_writer = StateWriter(self._state_file)
         self._saved_at = self.clock()
@@ -386,11 +388,31 @@ class TrainingRun:
         self.stopped_early = notes.get("stopped_early", False)
         self.speedups = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
+        self._count_points()
         self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
 
     @property
     def finished(self) -> bool:
         return self.trainer.finished or self.stopped_early
+
+    def _passed(self, points: int) -> int:
+        """How many of so many evenly spaced points of the run are behind it."""
+        return bisect_right(batches.checkpoint_steps(self.trainer.num_steps, points), self.trainer.counters.step)
+
+    @property
+    def _export_due(self) -> bool:
+        return self.trainer.finished or self._passed(self.spec.train.num_checkpoints) > self._exported
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation follows the step just done."""
+        return (self._export_due or self._passed(NUM_EVALUATIONS) > self._evaluated
+                or self.trainer.counters.step in self.rung_steps)
+
+    def _count_points(self) -> None:
+        """What was due after the step just done is done."""
+        self._exported = max(self._exported, self._passed(self.spec.train.num_checkpoints))
+        self._evaluated = max(self._evaluated, self._passed(NUM_EVALUATIONS))
 
     def run(self) -> None:
         """Train until finished. Raises LossDiverged, and Interrupted after a save when a stop was requested."""
@@ -423,24 +445,29 @@ class TrainingRun:
 
         evaluation  the one scheduled after this step, where it has been computed already (`stages.sweep`).
         """
-        trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
+        trainer, began, export_due = self.trainer, time.perf_counter(), self._export_due
         self._log(report)
-        if report.step in self.evaluation_steps:
-            self._after_evaluation(report, evaluation or self._evaluate())
+        if self.evaluation_due:
+            self._after_evaluation(report, evaluation or self._evaluate(), export_due)
+        self._count_points()
+        if trainer.finished and report.step < trainer.schedule.num_steps:
+            self.stage.event("TimeLimitReached", f"train.max_seconds {self.spec.train.max_seconds} ended training "
+                                                 f"after {report.step} of {trainer.schedule.num_steps} steps")
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         # So is the step at which the state is saved, by the clock of rank 0.
         train = self.spec.train
         save_due = self.clock() - self._saved_at >= train.save_every_s or (
             train.save_every_steps is not None and report.step % train.save_every_steps == 0)
         stopping, due = self._dist.any_of(self.stage.stop_requested, self._dist.is_main and save_due)
-        if stopping or due or self.stopped_early or report.step in self._exports:
+        if stopping or due or self.stopped_early or export_due:
             self._save()
-        self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
-                            f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
+        self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * trainer.num_steps), "tokens",
+                            f"step {report.step} of {trainer.num_steps}, loss {trainer.counters.loss_ema:.3f}")
         if stopping and not self.finished:
             self.stage.stop_requested = True
             self._state_writer.wait()
             self.stage.pause_point()
+        trainer.uncounted_s += time.perf_counter() - began
 
     def _save(self) -> None:
         self._saved_at = self.clock()
@@ -453,7 +480,7 @@ class TrainingRun:
                  "standing": {str(step): speedup for step, speedup in self.speedups.items()}}))
 
     def _log(self, report: StepReport) -> None:
-        if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
+        if report.step % max(1, self.trainer.num_steps // _NUM_LOGGED_STEPS) and not self.trainer.finished:
             return
         counters = self.trainer.counters
         seconds = max(counters.seconds, 1e-9)
@@ -468,7 +495,7 @@ class TrainingRun:
         return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
                         self.spec.train.ttt_length, self._dist.all_sum)
 
-    def _after_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
+    def _after_evaluation(self, report: StepReport, evaluation: Evaluation, export_due: bool) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
             self.stage.metric(f"accuracy/{index}", report.step, accuracy)
             self.stage.metric(f"acceptance/{index}", report.step, acceptance)
@@ -482,7 +509,7 @@ class TrainingRun:
             self.stopped_early = True
             self.stage.event("StoppedEarly", f"no evaluation since step {report.step} was better than {self.best:.2f}: "
                                              f"{patience} in a row")
-        if self._dist.is_main and (report.step in self._exports or self.stopped_early):
+        if self._dist.is_main and (export_due or self.stopped_early):
             self._export(report.step, report.epoch, evaluation)
 
     def _export(self, step: int, epoch: float, evaluation: Evaluation) -> None:

@@ -34,6 +34,22 @@ _EMA = 0.95
 """Decay of the displayed loss; no decision depends on it."""
 
 
+def expected_steps(done: Counters, num_steps: int, max_seconds: float | None) -> int:
+    """Steps of a whole run: those of its schedule, or fewer where `max_seconds` will end it before, at the mean speed
+    so far. Warm-up, decay and checkpoints are shares of this number, so that they end with the run.
+
+    The first step counts as time, and not as speed: on a GPU it compiles kernels, and would use up the warm-up.
+    """
+    if max_seconds is None or done.step == 0:
+        return num_steps
+    left_s, later_s = max_seconds - done.spent_s, done.spent_s - done.first_s
+    if left_s <= 0.0:
+        return min(num_steps, done.step)
+    if later_s <= 0.0:
+        return num_steps
+    return min(num_steps, done.step + max(1, int(left_s * (done.step - 1) / later_s)))
+
+
 def learning_rate_at(step: int, num_steps: int, spec: TrainSpec) -> float:
     """Learning rate of step `step` (0-based) of `num_steps`: linear warm-up times the schedule. Never exactly 0.
 
@@ -78,13 +94,21 @@ class Trainer:
         self.objective, self.schedule, self.spec, self.dist = objective, schedule, spec, dist
         self.loader, self._columns = loader, columns
         self.counters = Counters()
+        self.uncounted_s = 0.0
+        """Since the last count of `Counters.spent_s`; the caller adds what it takes between steps."""
+
         parameters = [parameter for _, parameter in trainable_parameters(objective.drafter)]
         self.optimizer = Optimizer(parameters, dist.size, lr=peak_learning_rate(spec), betas=(spec.beta1, spec.beta2),
                                    weight_decay=spec.weight_decay)
 
     @property
+    def num_steps(self) -> int:
+        """Of the whole run, as far as it is known."""
+        return expected_steps(self.counters, self.schedule.num_steps, self.spec.max_seconds)
+
+    @property
     def finished(self) -> bool:
-        return self.counters.step >= self.schedule.num_steps
+        return self.counters.step >= self.num_steps
 
     def step(self) -> StepReport:
         """Do the next step. Raises LossDiverged, before any parameter changes, when the loss or its gradient is not
@@ -101,8 +125,8 @@ class Trainer:
         started, waited_s  when the step began (`time.perf_counter`), and the seconds of it spent waiting for the batch.
         targets            the batch's target distribution, where it has been computed already (`stages.sweep`).
         """
-        number, num_steps = self.counters.step, self.schedule.num_steps
-        # 1. Learning rate: from the step's number, so that nothing of the schedule needs saving.
+        number, num_steps = self.counters.step, self.num_steps
+        # 1. Learning rate: from the counters, so that nothing of the schedule needs saving.
         rate = learning_rate_at(number, num_steps, self.spec)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -116,9 +140,10 @@ class Trainer:
         # 4. Totals of all processes, in one collective. float64: float32 rounds counts above 2^24. Loss and norm are
         #    read together: the host waits for a GPU once in a step.
         own_loss, norm = torch.stack([outcome.loss.double(), grad_norm.detach().double()]).tolist()
-        loss, supervised, tokens, flops, computed = self.dist.all_sum(torch.tensor(
-            [own_loss, outcome.supervised, batch.num_tokens, outcome.flops, outcome.computed],
-            dtype=torch.float64)).tolist()
+        counted = time.perf_counter()
+        loss, supervised, tokens, flops, computed, spent_s = self.dist.all_sum(torch.tensor(
+            [own_loss, outcome.supervised, batch.num_tokens, outcome.flops, outcome.computed,
+             (self.uncounted_s + counted - started) / self.dist.size], dtype=torch.float64)).tolist()
         # 5. Divergence, before the update: parameters and saved state stay those of the last good step. All processes
         #    see the same sums, so all of them raise.
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -134,7 +159,9 @@ class Trainer:
             supervised_tokens=before.supervised_tokens + round(supervised), flops=before.flops + flops,
             computed_tokens=before.computed_tokens + round(computed),
             seconds=before.seconds + time.perf_counter() - started, data_wait_s=before.data_wait_s + waited_s,
+            spent_s=before.spent_s + spent_s, first_s=before.first_s if before.step else spent_s,
             loss_ema=loss if average is None else _EMA * average + (1 - _EMA) * loss)
+        self.uncounted_s = time.perf_counter() - counted
         return StepReport(step=number + 1, epoch=batch.plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
                           tokens=round(tokens), supervised_tokens=round(supervised))
 
@@ -169,4 +196,4 @@ class Trainer:
                        computed=sum(outcome.computed for outcome in outcomes))
 
     def context(self, batch: StepBatch) -> StepContext:
-        return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.dist.all_sum)
+        return StepContext(batch.plan.step, self.num_steps, self.spec.seed, batch.starts, self.dist.all_sum)

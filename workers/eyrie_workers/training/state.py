@@ -53,6 +53,12 @@ class Counters:
 
     seconds: float = 0.0
     data_wait_s: float = 0.0
+    spent_s: float = 0.0
+    """What `train.max_seconds` limits: seconds of steps, and of what ran between them; the mean of all processes."""
+
+    first_s: float = 0.0
+    """Of them, those of the first step."""
+
     loss_ema: float | None = None
     """Smoothed training loss, for display."""
 
