@@ -116,7 +116,7 @@ class ServerPlan:
             return False
         if self.kind == "embedded":
             return batch_size_schedule(use.map) is not None
-        # SGLang 0.5.23 has no adaptive speculation on CPUs: the server ends with NotImplementedError while it starts.
+        # On a CPU, SGLang 0.5.23 ends with NotImplementedError while it builds graphs for the depths of the map.
         if use.map.adaptive is None or use.drafter_dir is None or self.hardware.platform == "cpu":
             return False
         return checkpoint_algorithm(read_json(Path(use.drafter_dir) / "config.json")) in ADAPTIVE_ALGORITHMS
