@@ -53,6 +53,9 @@ class Rates:
     """One request at a time: memory-bound on the weights."""
 
     train: float = 48.0
+    """Of the training of the demo and of the published model (docs/results/plans.md), without what each step takes
+    whatever its size (`plan_work.STEP_OPERATIONS`)."""
+
     source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
     store_bytes_per_s: float | None = None
     """To and from where hidden states are stored; None: not limiting."""

@@ -2,9 +2,10 @@
 
 Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
 `planning.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
-the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. Hours are of stages, and of a
-stage's parts, one after the other. On GPUs each start of a program or server with the target (`starts`) is added by
-`planning.plan`; on CPUs it is not counted, and is most of a job of minutes.
+the drafter (`DrafterFamily.training_passes`); on CPUs each step adds what it takes whatever its
+size. Candidates stopped at a rung skip the rest. Hours are of stages, and of a stage's parts, one after the other. On
+GPUs each start of a program or server with the target (`starts`) is added by `planning.plan`; on CPUs it is not
+counted, and is most of a job of minutes.
 
 The use of an object store is objects, requests, bytes read, and the time that bytes stay. Counted is what grows with
 the job: answers, hidden states and exported drafters, in parts as the store transfers them. Not counted are single

@@ -260,6 +260,17 @@ def test_processes_killed_midway_and_fewer_that_go_on_make_the_drafter_of_one(
             assert distance.mean() < 2e-4, name
 
 
+@pytest.mark.slow
+def test_processes_agree_on_the_step_at_which_their_seconds_end(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, epochs=1000, max_seconds=3.0, save_every_steps=None)
+    assert start_ranks(tmp_path, 2).wait() == 0
+    report = report_of(tmp_path)
+    assert report.processes == 2
+    assert "TimeLimitReached" in (tmp_path / "events.jsonl").read_text()
+    assert [c.step for c in report.checkpoints][-1] == report.steps
+
+
 def test_gpus_that_are_not_there_are_refused_by_every_rank_before_any_work(
         tmp_path: Path, target_dir: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_spec(tmp_path, target_dir, store_dir)
@@ -299,7 +310,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyrie_workers.stages.train.time", ticks)
 
 
-LIMITED = {"epochs": 1000, "max_seconds": 0.5, "save_every_steps": None}
+LIMITED = {"epochs": 1000, "max_seconds": 0.3, "save_every_steps": None}
 
 
 @pytest.mark.usefixtures("ticking")
@@ -313,7 +324,7 @@ def test_a_limit_of_seconds_ends_the_run_with_its_schedule_and_its_checkpoints(
     assert [c.step for c in report.checkpoints] == [pytest.approx(report.steps / 2, abs=3), report.steps]
     rates = [metric.value for metric in metrics(tmp_path) if metric.name == "learning_rate"]
     assert max(rates) in rates[len(rates) // 4:len(rates) // 2]
-    assert rates[-1] < 0.1 * max(rates)
+    assert rates[-1] < 0.2 * max(rates)
     assert f"after {report.steps} of" in (tmp_path / "events.jsonl").read_text()
 
 
