@@ -34,6 +34,7 @@ from eyrie_api.planning.plan_stages import (
     ObjectStore,
     hours_of,
     longest_proof_hours,
+    longest_tune_hours,
     plan_benchmark,
     plan_capture,
     plan_prove,
@@ -133,7 +134,9 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         warnings=tuple(warnings), present=present, needed_tau=plan_needed_tau(work, used["prove"]),
         notes=(*((present.words,) if present else ()),
                "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
-               f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs)",
+               f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs); tune "
+               "measures required suites that their prompts do not decide on further ones, up to "
+               f"{duration(3600 * longest_tune_hours(work, used['tune']))}",
                *map(_description, job.families),
                *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from {_source(drafter)}"
                  for drafter in job.brought)),

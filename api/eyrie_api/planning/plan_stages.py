@@ -28,7 +28,7 @@ from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import StagePlan, StoreUse
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.tuning import TuneSpec
+from eyrie_api.contract.tuning import FINAL_TIMES, TuneSpec
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
 from eyrie_api.planning.sweep import may_train_together
@@ -158,6 +158,12 @@ def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
     tuned = 1 + work.job.rivals_to_tune
     return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=tuned * (hours + hours_of(confirmed * work.flops_per_token, rates.single)))
+
+
+def longest_tune_hours(work: PlannedWork, rates: Rates) -> float:
+    """Where no suite is decided by its first prompts."""
+    further = (FINAL_TIMES - 1) * _suite_tokens(work.spec) * work.flops_per_token
+    return plan_tune(work, rates).hours + (1 + work.job.rivals_to_tune) * hours_of(further, rates.single)
 
 
 def _variants(tune: TuneSpec) -> int:

@@ -20,18 +20,13 @@ from itertools import pairwise
 from pydantic import JsonValue, ValidationError
 
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
+from eyrie_api.contract.tuning import FINAL_TIMES, OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_workers.data.suites import Prompt, select
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.race import TIE
 
 # Smaller differences are reported as none: a benchmark this short cannot resolve them.
 _TELLING_SHARE = 0.03
-
-_FINAL_TIMES = 4
-"""The final measurement of a suite that its first prompts do not decide has at most so many times as many. Of two
-prompts of the shipped suite `tools` at 1.55x, one pair in seven has less than 1.05x; of eight, none in 2,000 draws
-from twelve (2026-11-29)."""
 
 
 def possible_shapes(spec: TuneSpec) -> tuple[DraftTreeShape, ...]:
@@ -137,7 +132,7 @@ def draw(prompts: list[Prompt], num_benchmark: int, num_grid: int) -> tuple[list
     grid = select(prompts, num_benchmark, num_grid)
     taken = {prompt.id for prompt in grid}
     rest = [prompt for prompt in select(prompts, num_benchmark, len(prompts)) if prompt.id not in taken] or prompts
-    return grid, rest[:num_benchmark], rest[num_benchmark:_FINAL_TIMES * num_benchmark]
+    return grid, rest[:num_benchmark], rest[num_benchmark:FINAL_TIMES * num_benchmark]
 
 
 def between(concurrencies: Sequence[int]) -> list[int]:
