@@ -6,8 +6,9 @@ nothing; its cost does.
 """
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -16,12 +17,11 @@ import torch
 
 from benchmarks import training_step
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.sglang_rounds import sglang
 from benchmarks.kernels.__main__ import report
 from benchmarks.kernels.timing import seconds
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape
 from eyrie_api.contract.reports import TrainReport
 from eyrie_api.contract.stages import TrainStage
 from eyrie_api.contract.targets import TargetSpec
@@ -34,6 +34,16 @@ from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target
 from tests.gpu import test_kernels_at_size
 from tests.gpu.workload import AUX_LAYERS, drafter_of, run_capture, step, write_rows
+
+
+def sglang(bench: Bench) -> Iterator[Row]:
+    """Rounds of SGLang, where it is at hand."""
+    if not os.environ.get(SGLANG_PROGRAM) and find_spec("sglang") is None:
+        yield {"draft": "-", "result": f"SGLang is not installed, and {SGLANG_PROGRAM} names none"}
+        return
+    from benchmarks.gpu.sglang_rounds import rounds  # imports packages that only an environment with SGLang has
+
+    yield from rounds(bench)
 
 
 def correctness(bench: Bench) -> list[Row]:

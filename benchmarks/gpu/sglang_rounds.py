@@ -10,18 +10,16 @@ else that of this interpreter. Without a tokenizer: with one, simulated tokens a
 """
 
 import json
-import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks.gpu.bench import Bench, Row
-from eyrie_api.contract.engine import SGLANG_PROGRAM, DraftTreeShape, EngineSpec, SglangArguments
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, SglangArguments
 from eyrie_api.contract.families import FAMILIES, DrafterSizes
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.errors import EyrieError
@@ -77,11 +75,8 @@ def write_configs(home: Path, sizes: Sizes, dtype: str) -> dict[str, dict[str, A
     return models
 
 
-def sglang(bench: Bench) -> Iterator[Row]:
+def rounds(bench: Bench) -> Iterator[Row]:
     """A row of each shape and load, as it is measured."""
-    if not os.environ.get(SGLANG_PROGRAM) and find_spec("sglang") is None:
-        yield {"draft": "-", "result": f"SGLang is not installed, and {SGLANG_PROGRAM} names none"}
-        return
     on_gpu = bench.machine.cuda
     load = ON_A_GPU if on_gpu else ON_A_CPU
     # Sizes at which SGLang's kernels for a CPU compute, and that have the three layers which an EAGLE-3 drafter reads.

@@ -39,8 +39,8 @@ REASONS = (
            "Read the engine's log for the cause (`endpoints/NAME/engines/REVISION/engine.log` in `EYRIE_HOME`, or the "
            "pod's log), correct it, then promote again: `eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("ChecksFailed", "job: `Promoted=False`; history",
-           "No drafter is promoted: a check other than one of speed failed, such as changed output or a figure that "
-           "is missing.",
+           "No drafter is promoted: a check that is not about speed failed, for example output changed or a figure is "
+           "missing.",
            "The message names the checks; `eyrie job JOB` shows their values and thresholds. Changed output: see the "
            "likely cause there. A missing figure: run its stage again (`eyrie retry JOB --from STAGE`). A bound that "
            "is too strict for you: change that field of `promotion` and submit again."),
@@ -123,9 +123,9 @@ REASONS = (
            "An endpoint of that name serves another target; an endpoint keeps its target.",
            "Apply the endpoint under another name."),
     Reason("TooNoisy", "job: `Promoted=False`; history",
-           "The drafter is shown neither to be faster nor to be slower: at a declared load the interval holds both "
-           "after `prove.most_pairs` pairs of blocks, or a required suite is too short to decide. What served before "
-           "continues to serve.",
+           "The measurement is inconclusive: at a load in `prove.concurrencies` the interval still includes a "
+           "slow-down and the required speed-up after `prove.most_pairs` pairs of blocks, or a required suite has too "
+           "few prompts. What served before continues to serve; of a first job that is the target alone.",
            "The message says what else ran on the machine and how many pairs would be enough. Measure again when it is "
            "quiet (`eyrie retry JOB --from prove`), or submit the job with a larger `prove.most_pairs`; for a suite, "
            "with a larger `max_prompts`."),

@@ -32,7 +32,7 @@ class ServeSpec(Frozen):
     finished then ends with an error in OpenAI's form. On a cluster the administrator's `drain_timeout_s`."""
 
     min_acceptance_ratio: Probability = 0.5
-    """Roll back when served acceptance length falls below this share of the benchmarked one, three standard errors
+    """Roll back when served acceptance length falls below this share of the proven one, three standard errors
     included."""
 
     record_prompts: int = Field(0, ge=0, le=1_000_000)

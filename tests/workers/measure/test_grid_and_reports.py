@@ -109,10 +109,11 @@ def test_prompts_are_shared_out_evenly(total: int, num_suites: int) -> None:
 def test_grid_and_final_prompts_are_disjoint_whenever_the_suite_allows(size: int, num_benchmark: int,
                                                                        num_grid: int) -> None:
     prompts = [Prompt(str(i), "s", ()) for i in range(size)]
-    grid, final = draw(prompts, num_benchmark, num_grid)
+    grid, final, further = draw(prompts, num_benchmark, num_grid)
     assert final
+    assert not {p.id for p in final} & {p.id for p in further}
     if size > num_grid:
-        assert not {p.id for p in grid} & {p.id for p in final}
+        assert not {p.id for p in grid} & {p.id for p in (*final, *further)}
     if size >= 2 * num_benchmark + num_grid:
         assert len(final) == num_benchmark
         assert not {p.id for p in prompts[:num_benchmark]} & {p.id for p in (*grid, *final)}
