@@ -7,6 +7,7 @@ with its status. `phase_of` derives the word that a list of jobs shows; no decis
 from collections.abc import Iterable
 from datetime import datetime
 
+from eyrie_api.contract.promotion import DriftSpec
 from eyrie_api.contract.status import Condition, ConditionStatus, ConditionType, Phase
 
 Conditions = tuple[Condition, ...]
@@ -31,6 +32,18 @@ def observe(conditions: Conditions, kind: str, status: ConditionStatus, reason: 
     if before is None:
         return (*conditions, new)
     return tuple(new if condition.type == kind else condition for condition in conditions)
+
+
+def observe_recording(conditions: Conditions, drift: DriftSpec, recorded_prompts: int, now: datetime) -> Conditions:
+    """Whether an endpoint's requests are kept to retrain on. Observed from the first day: when drift is reported, those
+    of before cannot be recorded any more. Nothing where drift is ignored."""
+    if drift.action == "ignore":
+        return conditions
+    if recorded_prompts or drift.traffic_file is not None:
+        return observe(conditions, "Recording", "True", "Recorded", "", now)
+    message = ("no request is kept, so there will be nothing to retrain on when the traffic drifts: submit a job for "
+               "this endpoint with serve.record_prompts, or with promotion.drift.traffic_file, a log of your own")
+    return observe(conditions, "Recording", "False", "NothingRecorded", message, now)
 
 
 def remove(conditions: Conditions, *kinds: ConditionType) -> Conditions:

@@ -83,6 +83,10 @@ REASONS = (
     Reason("NameTaken", "DraftEndpoint: `Accepted=False`",
            "An older object in another namespace, or another project, has this endpoint name.",
            "Apply the endpoint under another name."),
+    Reason("NothingRecorded", "endpoint: `Recording=False`",
+           "No request of this endpoint is kept, so there is nothing to retrain on when its traffic drifts.",
+           "Submit a job for the endpoint with `serve.record_prompts` (one machine) or `promotion.drift.traffic_file` "
+           "(a log of your own), or set `promotion.drift.action: ignore`."),
     Reason("NotFaster", "job: `Promoted=False`; history",
            "No drafter is promoted: none is faster than the target without one, or than what it had to beat, by the "
            "margins of `promotion`.",
@@ -138,8 +142,8 @@ REASONS = (
 
 PROGRESS = frozenset((
     "Activated", "AllAvailable", "CanaryStep", "Cancelled", "Completed", "Created", "Deploying", "EndpointAccepted",
-    "Finished", "Healthy", "JobAccepted", "Promoted", "Proposed", "Requested", "Resumed", "RetrainingStarted",
-    "Running", "Starting", "Stopping", "Superseded", "SwitchedOff", "SwitchedOn", "Watched",
+    "Finished", "Healthy", "JobAccepted", "Promoted", "Proposed", "Recorded", "Requested", "Resumed",
+    "RetrainingStarted", "Running", "Starting", "Stopping", "Superseded", "SwitchedOff", "SwitchedOn", "Watched",
 ))
 """Reasons of what goes as it should."""
 

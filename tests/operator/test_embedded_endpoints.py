@@ -144,7 +144,8 @@ def test_without_memory_for_two_engines_the_old_one_is_stopped_first_and_the_gap
 
 
 def is_serving(endpoint: Endpoint) -> bool:
-    serving = find(endpoint.conditions, "Serving")
+    serving, recording = (find(endpoint.conditions, kind) for kind in ("Serving", "Recording"))
+    assert recording is not None
     return serving is not None and serving.status == "True"
 
 

@@ -9,12 +9,13 @@ import pytest
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.records import Failure, WaitingPod
+from eyrie_api.contract.promotion import DriftSpec
 from eyrie_api.contract.reports import CaptureReport, LayerChoice, PromotionDecision
 from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.contract.stages import Manifest
 from eyrie_api.contract.status import Condition, JobStatus
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_operator.conditions import find, is_over, is_true, observe
+from eyrie_operator.conditions import find, is_over, is_true, observe, observe_recording
 from eyrie_operator.jobs.observation import changes
 from eyrie_operator.jobs.reconcile import (
     MAX_STARTS,
@@ -251,6 +252,14 @@ def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> Non
     assert same[0].message == "2 of 2"
     changed: tuple[Condition, ...] = observe(same, "Trained", "True", "Finished", "", later)
     assert changed[0].last_transition_time == later
+
+
+def test_an_endpoint_says_from_the_first_day_whether_its_requests_are_kept_to_retrain_on() -> None:
+    nothing, log = DriftSpec(), DriftSpec(traffic_file="s3://log/*.jsonl")
+    kept = [find(observe_recording((), drift, prompts, NOW), "Recording")
+            for drift, prompts in ((nothing, 0), (nothing, 5), (log, 0), (DriftSpec(action="ignore"), 0))]
+    assert [condition and (condition.status, condition.reason) for condition in kept] == [
+        ("False", "NothingRecorded"), ("True", "Recorded"), ("True", "Recorded"), None]
 
 
 def no_node(stage: str = "train", since: datetime = NOW) -> WaitingPod:

@@ -38,7 +38,7 @@ from eyrie_api.settings import Settings
 from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
 from eyrie_operator.cluster.objects import APPLIED, ObjectCache, difference, is_applied, with_digest
-from eyrie_operator.conditions import Conditions, find, observe
+from eyrie_operator.conditions import Conditions, find, observe, observe_recording
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
 from eyrie_operator.endpoints.plan import (
@@ -188,6 +188,8 @@ class EndpointReconciler:
                 if isinstance(action, act.Activate | act.ShareRoute):
                     conditions, moved = self._record(action, snapshot, conditions, seen), True
         conditions = _complete(snapshot, deployment, conditions)
+        conditions = observe_recording(  # no gateway of Eyrie's records there
+            conditions, self._records.policy(snapshot.endpoint, snapshot.serving).drift, 0, snapshot.now)
         workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
         if plan.serving == "True" and deployment.replicas > 1 and workload is not None:
             available = workload.get("status", {}).get("availableReplicas", 0)

@@ -34,7 +34,7 @@ from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, NotFo
 from eyrie_api.file_rules import check_path
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
-from eyrie_operator.conditions import observe
+from eyrie_operator.conditions import observe, observe_recording
 from eyrie_operator.embedded.gateway import GatewayRecord
 from eyrie_operator.embedded.processes import (
     ENGINE_FILE,
@@ -206,6 +206,7 @@ class EmbeddedEndpoints:
             if not isinstance(action, act.StartEngine) or action.revision != endpoint.active_revision:
                 conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
+        conditions = observe_recording(conditions, policy.drift, serving.serve.record_prompts, now)
         delete_older(directory, serving.serve.record_days, now)
         gateway = find_gateway(directory)
         port = gateway.port if gateway is not None else read_port(directory, endpoint.url)
