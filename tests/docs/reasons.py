@@ -83,16 +83,16 @@ REASONS = (
     Reason("NameTaken", "DraftEndpoint: `Accepted=False`",
            "An older object in another namespace, or another project, has this endpoint name.",
            "Apply the endpoint under another name."),
-    Reason("NothingRecorded", "endpoint: `Recording=False`",
-           "No request of this endpoint is kept, so there is nothing to retrain on when its traffic drifts.",
-           "Submit a job for the endpoint with `serve.record_prompts` (one machine) or `promotion.drift.traffic_file` "
-           "(a log of your own), or set `promotion.drift.action: ignore`."),
     Reason("NotFaster", "job: `Promoted=False`; history",
            "No drafter is promoted: none is faster than the target without one, or than what it had to beat, by the "
            "margins of `promotion`.",
            "The message has the figures, with the tau that would be needed at each load. Train on more data or on the "
            "target's own answers (`regenerate`), compare families ([choosing a family](../choosing_a_family.md)), or "
            "remove loads at which speculation cannot pay from `prove.concurrencies`."),
+    Reason("NothingRecorded", "endpoint: `Recording=False`",
+           "No request of this endpoint is kept, so there is nothing to retrain on when its traffic drifts.",
+           "Submit a job for the endpoint with `serve.record_prompts` (one machine) or `promotion.drift.traffic_file` "
+           "(a log of your own), or set `promotion.drift.action: ignore`."),
     Reason("NothingToServe", "endpoint: `Serving=False`", "No revision of the endpoint has been promoted.",
            "`eyrie endpoints promote ENDPOINT --job JOB`."),
     Reason("Off", "endpoint: `Serving=False`; job: `Serving=False`", "The endpoint was switched off on request.",

@@ -8,8 +8,8 @@ import pytest
 
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.records import Failure, WaitingPod
 from eyrie_api.contract.promotion import DriftSpec
+from eyrie_api.contract.records import Failure, WaitingPod
 from eyrie_api.contract.reports import CaptureReport, LayerChoice, PromotionDecision
 from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.contract.stages import Manifest
