@@ -67,6 +67,12 @@ def test_every_field_of_a_job_is_documented() -> None:
             if not field.get("description") and "$ref" not in field] == []
 
 
+def test_no_row_of_a_reference_page_is_without_its_meaning() -> None:
+    pages = {path.name: path.read_text() for path in [*REFERENCE.glob("*.md"), ROOT / "docs/helm_values.md"]}
+    assert {name: rows for name, text in pages.items()
+            if (rows := [row for row in text.splitlines() if re.search(r"^\| `.*\|\s*\|$", row)])} == {}
+
+
 def test_every_example_is_a_job_and_is_listed() -> None:
     listed = set(re.findall(r"\(([a-z0-9_.-]+\.(?:yaml|py))\)", (EXAMPLES / "README.md").read_text()))
     assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".yaml", ".py")}

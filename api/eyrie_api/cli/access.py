@@ -32,7 +32,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotat
 projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")
 webhooks_app = typer.Typer(no_args_is_help=True, help="URLs to which a project's events are posted.")
 InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJECT", help="Default: your own.")]
-ProjectName = Annotated[str, typer.Argument(metavar="PROJECT")]
+ProjectName = Annotated[str, typer.Argument(metavar="PROJECT", help="Name of the project.")]
 
 
 @verb
@@ -117,7 +117,7 @@ def projects_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> Non
 @verb
 def projects_create(
     name: ProjectName,
-    description: Annotated[str, typer.Option("--description")] = "",
+    description: Annotated[str, typer.Option("--description", help="For people.")] = "",
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Create a project."""
@@ -136,7 +136,8 @@ def projects_quotas(
     replicas: Annotated[int | None, typer.Option("--replicas", min=0, help="Replicas of endpoints.")] = None,
     priority_class: Annotated[list[str] | None, typer.Option(
         "--priority-class", help="Kubernetes PriorityClass that may be named; repeatable.")] = None,
-    per_minute: Annotated[int | None, typer.Option("--requests-per-minute", min=1)] = None,
+    per_minute: Annotated[int | None, typer.Option(
+        "--requests-per-minute", min=1, help="Of the whole project, at most.")] = None,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Replace a project's quotas; omitted ones are unlimited."""
@@ -181,8 +182,11 @@ def projects_add_member(
 
 @projects_app.command("remove-member")
 @verb
-def projects_remove_member(name: ProjectName, member: Annotated[int, typer.Argument(metavar="MEMBER")],
-                           server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+def projects_remove_member(
+    name: ProjectName, member: Annotated[int, typer.Argument(
+        metavar="MEMBER", help="Its number in `eyrie projects members`.")],
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
     """Remove a member."""
     with connect(server) as client:
         client.remove_member(name, member)
@@ -212,7 +216,7 @@ def audit(
 @webhooks_app.command("create")
 @verb
 def webhooks_create(
-    url: Annotated[str, typer.Argument(metavar="URL")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="To which events are posted.")],
     event: Annotated[list[str] | None, typer.Option("--event", help="e.g. job.failed; default: all.")] = None,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:

@@ -551,7 +551,7 @@ def endpoints(context: typer.Context, server: Server = DEFAULT_SERVER, as_json: 
         endpoints_list(server=server, as_json=as_json)
 
 
-EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
+EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")]
 
 
 def _endpoint_verb(act: Callable[[Client], Any], server: str, as_json: bool) -> None:
@@ -647,7 +647,8 @@ def chat(
     model: Annotated[str | None, typer.Option("--model", help="With --url: the model name to send.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system prompt; none is sent otherwise.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=4.0)] = 0.7,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    max_tokens: Annotated[int | None, typer.Option(
+        "--max-tokens", min=1, help="Longest answer. Default: the engine's.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same output.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,

@@ -61,8 +61,14 @@ class SecretVariable(Frozen):
     """One key of a Secret as an environment variable."""
 
     variable: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)
+    """Name of the environment variable."""
+
     secret: ObjectName
+    """Name of the Secret."""
+
     key: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)
+    """In the Secret."""
+
 
 
 class HostPath(Frozen):
@@ -70,28 +76,48 @@ class HostPath(Frozen):
     `restricted` refuse it."""
 
     path: AbsolutePath
+    """On the node."""
+
     mount_path: AbsolutePath
+    """In the pod."""
+
     read_only: bool = True
+    """Whether the pod may only read it."""
+
 
 
 class VolumeWork(Frozen):
     """The work area is a PersistentVolumeClaim, shared (ReadWriteMany) where stages run on several nodes."""
 
     kind: Literal["volume"] = "volume"
+    """A volume."""
+
     claim: ObjectName
+    """Name of the PersistentVolumeClaim."""
+
     mount_path: AbsolutePath = "/var/lib/eyrie"
     """The same in every pod, since stages read paths that earlier stages recorded."""
 
     sub_path: str | None = Field(None, pattern=r"^[^/\s][^\s]*$", max_length=4096)
+    """Directory in the volume. Default: its root."""
+
 
 
 class S3Work(Frozen):
     """The work area is an artifact store; pods keep their working files in an emptyDir."""
 
     kind: Literal["s3"] = "s3"
+    """A store with S3's interface."""
+
     url: str = Field(pattern=r"^s3://[^\s]+$", max_length=4096)
+    """Bucket and prefix: `s3://bucket/eyrie`."""
+
     endpoint_url: str | None = Field(None, pattern=r"^https?://[^\s]+$", max_length=4096)
+    """Address of a store other than AWS."""
+
     region: str = Field("us-east-1", min_length=1, max_length=64)
+    """Of the bucket."""
+
     credentials_secret: ObjectName | None = None
     """Secret with the keys `access_key` and `secret_key`, mounted as files. Default: the pod's own identity."""
 
@@ -114,8 +140,14 @@ class Placement(Frozen):
     """One kind of pod: its image, its resources and its nodes."""
 
     image: Image
+    """Of the pod's container."""
+
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """As in Kubernetes."""
+
     image_pull_secrets: tuple[ObjectName, ...] = Field((), max_length=16)
+    """Secrets with the registry's credentials."""
+
     service_account: ObjectName | None = None
     """Default: the namespace's, whose token is not mounted."""
 
@@ -129,13 +161,21 @@ class Placement(Frozen):
     """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
 
     gpu_type_label: LabelKey = "nvidia.com/gpu.product"
+    """Node label that `gpu_type` is compared with."""
+
     requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
     """cpu, memory, ephemeral-storage and extended resources. GPUs come from `num_gpus`."""
 
     limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """Kubernetes resource limits of the container, without GPUs."""
+
     node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
+    """Node labels that a pod's node must have."""
+
     tolerations: tuple[Toleration, ...] = Field((), max_length=32)
     priority_class: ObjectName | None = None
+    """Name of a PriorityClass of the cluster."""
+
     queue: Name | None = None
     """Kueue LocalQueue, as the label `kueue.x-k8s.io/queue-name`."""
 
