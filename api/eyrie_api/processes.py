@@ -5,14 +5,13 @@ Used by the operator, the pipeline runner, the engines and the tests. Signals an
 """
 
 import errno
-import os
 import re
 import secrets
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from eyrie_api.errors import PortInUse
+from eyrie_api.errors import InvalidInput, PortInUse
 
 # Below the ephemeral range (32768 and up on Linux): no outgoing connection takes the port between this probe and the
 # server's own bind, or while the server restarts.
@@ -41,7 +40,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
-    """A listening socket on that port; `setting` names the option in the error's hint. Raises PortInUse."""
+    """A listening socket on that port; `setting` names the option in the error's hint. Raises PortInUse, or
+    InvalidInput for an address of another host and a port that this process may not use."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -49,8 +49,11 @@ def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
         sock.listen(256)
     except OSError as error:
         sock.close()
-        raise PortInUse(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}",
-                        f"stop the process that listens there, or choose another {setting} than {port}") from error
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"port {port} on {host} is in use",
+                            f"stop the process that listens there, or choose another {setting} than {port}") from None
+        raise InvalidInput(f"cannot listen on {host}:{port}: {error.strerror}",
+                           f"give another host, or another {setting}") from None
     return sock
 
 

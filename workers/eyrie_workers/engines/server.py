@@ -20,7 +20,6 @@ computation runs in the engine thread (`engine_thread`). This module connects th
 import argparse
 import asyncio
 import contextlib
-import errno
 import json
 import math
 import os
@@ -47,7 +46,8 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.rules import rule_of
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse
-from eyrie_api.errors import EyrieError, InvalidInput, PortInUse, report_error
+from eyrie_api.errors import EyrieError, InvalidInput, report_error
+from eyrie_api.processes import bind
 from eyrie_api.request_origin import check_host, check_json, check_origin, is_loopback_host
 from eyrie_api.web_server import TimedProtocol
 from eyrie_workers.engines.engine_thread import EngineCrashed, EngineMetrics, EngineThread, LoadedEngine
@@ -334,24 +334,6 @@ def load(options: ServerOptions) -> LoadedEngine:
     return LoadedEngine(engine, tokenizer)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on `host` and `port`. Raises PortInUse, or InvalidInput for another host's address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(f"port {port} on {host} is in use",
-                            "give another --port, or 0 for a free one, or end what listens there") from None
-        raise InvalidInput(f"cannot listen on {host}:{port}: {error.strerror}",
-                           "give another --host or --port") from None
-    return listening
-
-
 def serve(options: ServerOptions, listening: socket.socket) -> int:
     """Run until SIGTERM or until the engine thread fails. Returns the exit code; raises the engine thread's error."""
     metrics = EngineMetrics()
@@ -430,7 +412,7 @@ def parse_options(argv: list[str] | None = None) -> ServerOptions:
 def main(argv: list[str] | None = None) -> int:
     try:
         options = parse_options(argv)
-        return serve(options, bind(options.host, options.port))
+        return serve(options, bind(options.host, options.port, "--port"))
     except EyrieError as error:
         return report_error(error)
 
