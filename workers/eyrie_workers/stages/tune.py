@@ -54,7 +54,6 @@ from eyrie_workers.measure.benchmark.blocks import (
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
     REPORT,
-    Session,
     Suites,
     is_measured,
     measure_units,
@@ -335,16 +334,24 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
         began_final, variant = time.monotonic(), drafted(winner.tree)
-        units = session.units(round_robin(prompts.final), spec.benchmark.temperatures, spec.benchmark.repeats)
-        asked, measured = list[Unit](), list[tuple[Unit, Entry]]()
-        for _look in range(2):
+
+        def measure(units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
             if not is_measured(session, units, [UNDRAFTED, variant], final_ledger):
                 start_all(session, uses_of(spec, {UNDRAFTED.title: OFF, variant.title: winner}))
-            measured += measure_units(session, units, [UNDRAFTED, variant], final_ledger, stage)
-            asked, cells = [*asked, *units], report_cells(session, measured, variant)
-            units = undecided_units(session, spec, cells, prompts.further, stage)
-            if not units:
-                break
+            return measure_units(session, units, [UNDRAFTED, variant], final_ledger, stage)
+
+        asked = session.units(round_robin(prompts.final), spec.benchmark.temperatures, spec.benchmark.repeats)
+        measured = measure(asked)
+        cells = report_cells(session, measured, variant)
+        # A second look, and no third: sizes are fixed beforehand, so no suite is measured until it happens to pass.
+        undecided = undecided_cells(cells, {name: len(more) for name, more in prompts.further.items()}, spec)
+        if undecided:
+            stage.event("SuitesUndecided", f"measured on further prompts, since {spec.min_speedup:.2f}x is not reached "
+                        "but within the interval: " + ", ".join(map(_described_cell, undecided)))
+            further = [unit for cell in undecided for unit in session.units(
+                round_robin({cell.suite: prompts.further[cell.suite]}), [cell.temperature], spec.benchmark.repeats)]
+            asked, measured = [*asked, *further], [*measured, *measure(further)]
+            cells = report_cells(session, measured, variant)
         final = benchmark_report(session, spec, [entry for _, entry in measured], cells,
                                  time.monotonic() - began_final)
     # Whether the final figures are from prompts that also chose the setting.
@@ -366,23 +373,20 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
             stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER)]
 
 
-def undecided_units(session: Session, spec: TuneStage, cells: Sequence[CellReport], further: Suites,
-                    stage: Stage) -> list[Unit]:
-    """Further prompts of each required suite, at each temperature at which promotion would find it undecided.
+def undecided_cells(cells: Sequence[CellReport], further: Mapping[str, int], spec: TuneStage) -> list[CellReport]:
+    """The cells of required suites that promotion would find undecided, and that have further prompts. Pure.
 
-    There are two looks, of sizes that are fixed beforehand, so a suite is not measured until it happens to pass.
+    further   number of further prompts by suite
     """
     required = {suite.name for suite in spec.benchmark.suites if suite.required}
-    undecided = [cell for cell in cells if cell.suite in required and further[cell.suite]
-                 and suite_standing(spec.min_speedup, cell.speedup, cell.speedup_interval) == "open"]
-    if undecided:
-        stage.event("SuitesUndecided", f"measured on further prompts, since {spec.min_speedup:.2f}x is not reached but "
-                    "within the interval: " + ", ".join(
-                        f"{cell.suite} at temperature {cell.temperature:g} ({cell.speedup:.2f}x "
-                        f"[{cell.speedup_interval.low:.2f}, {cell.speedup_interval.high:.2f}] of {cell.prompts} "
-                        "prompts)" for cell in undecided))
-    return [unit for cell in undecided for unit in session.units(
-        round_robin({cell.suite: further[cell.suite]}), [cell.temperature], spec.benchmark.repeats)]
+    return [cell for cell in cells if cell.suite in required and further[cell.suite]
+            and suite_standing(spec.min_speedup, cell.speedup, cell.speedup_interval) == "open"]
+
+
+def _described_cell(cell: CellReport) -> str:
+    interval = cell.speedup_interval
+    return (f"{cell.suite} at temperature {cell.temperature:g} ({cell.speedup:.2f}x [{interval.low:.2f}, "
+            f"{interval.high:.2f}] of {cell.prompts} prompts)")
 
 
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
