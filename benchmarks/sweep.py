@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> SweepBenchReport:
 
 
 def _start_up(job: JobSpec, store: Path, home: Path) -> float:
-    """CPU seconds of a train program that makes a single optimiser step, that step and its evaluation included: the
+    """CPU seconds of a train program that makes a single optimizer step, that step and its evaluation included: the
     least of a few."""
     shutil.rmtree(home, ignore_errors=True)
     train = job.train.model_copy(update={"max_steps": 1, "ttt_length": 1})

@@ -1,6 +1,6 @@
 """What one training step costs here: `python -m benchmarks.training_step`.
 
-One optimiser step of EAGLE-3 on random states, at a shape given by options: forward, backward, clipping, AdamW. The
+One optimizer step of EAGLE-3 on random states, at a shape given by options: forward, backward, clipping, AdamW. The
 defaults are what the peers were measured at: one row of 512 tokens, every one supervised and unrolled, hidden 512,
 vocabulary 16384, draft vocabulary 4096, seven steps, float32.
 
@@ -89,7 +89,7 @@ def memory_mb(name: str) -> float:
 
 
 def import_the_rest() -> None:
-    """An optimiser's first step imports another 70 MB of torch: imports like the others."""
+    """An optimizer's first step imports another 70 MB of torch: imports like the others."""
     one = torch.nn.Parameter(torch.zeros(1))
     one.grad = torch.zeros(1)
     torch.nn.utils.clip_grad_norm_([one], 1.0, foreach=True)

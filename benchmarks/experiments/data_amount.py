@@ -6,7 +6,7 @@ becomes a bottleneck, so feeding it more training data stops helping", while EAG
 training data grows" (EAGLE-3, arXiv:2503.01840, figure 1).
 
 Amounts of conversations are nested (the first 100 of the first 200, ...), and every drafter takes *the same number of
-optimiser steps of the same number of tokens*: with less data it sees the same texts more often. The cost of training is
+optimizer steps of the same number of tokens*: with less data it sees the same texts more often. The cost of training is
 therefore constant along the curve, and diversity varies. With equal epochs instead, more data would also mean more
 steps, and the two effects could not be separated.
 

@@ -61,7 +61,7 @@ class Scale:
 
     conversations: int
     steps: int
-    """Optimiser steps of one drafter, 1024 tokens each."""
+    """Optimizer steps of one drafter, 1024 tokens each."""
 
     seeds: int
     prompts: int

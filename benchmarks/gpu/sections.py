@@ -41,9 +41,9 @@ def sglang(bench: Bench) -> Iterator[Row]:
     if not os.environ.get(SGLANG_PROGRAM) and find_spec("sglang") is None:
         yield {"draft": "-", "result": f"SGLang is not installed, and {SGLANG_PROGRAM} names none"}
         return
-    from benchmarks.gpu.sglang_rounds import rounds  # imports packages that only an environment with SGLang has
+    from benchmarks.gpu.sglang_rounds import measure_rounds  # imports packages that an image without SGLang lacks
 
-    yield from rounds(bench)
+    yield from measure_rounds(bench)
 
 
 def correctness(bench: Bench) -> list[Row]:
@@ -135,7 +135,7 @@ def liger_row(bench: Bench) -> Row:
 
 
 def training(bench: Bench) -> list[Row]:
-    """One optimiser step of EAGLE-3 with seven unrolled steps: MFU and memory (`benchmarks.training_step`)."""
+    """One optimizer step of EAGLE-3 with seven unrolled steps: MFU and memory (`benchmarks.training_step`)."""
     sizes = bench.sizes
     lengths = ",".join(map(str, sizes.lengths(sizes.kernel_tokens)))
     iterations = 10 if bench.machine.cuda else 1

@@ -75,7 +75,7 @@ def write_configs(home: Path, sizes: Sizes, dtype: str) -> dict[str, dict[str, A
     return models
 
 
-def rounds(bench: Bench) -> Iterator[Row]:
+def measure_rounds(bench: Bench) -> Iterator[Row]:
     """A row of each shape and load, as it is measured."""
     on_gpu = bench.machine.cuda
     load = ON_A_GPU if on_gpu else ON_A_CPU

@@ -87,7 +87,7 @@ DIFFERENCES = (
     "speculators captures with vLLM: its files are written by our driver from our target's states.",
     "Both peers supervise by the mask of the token they read, one position from ours: as many positions, one apart.",
     "Eyrie holds out 5 % of the rows, packs up to 1024 tokens a step, and by default trains the first step "
-    "alone in the first 45 % of optimiser steps and then unrolls a third of the positions for all seven "
+    "alone in the first 45 % of optimizer steps and then unrolls a third of the positions for all seven "
     "(train.single_step_ratio, train.unrolled_fraction); eyrie_unrolled and the full workload unroll every one.",
     "Stored: SpecForge and speculators bfloat16 (their format), Eyrie int8 (its default codec).",
 )

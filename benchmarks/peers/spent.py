@@ -35,7 +35,7 @@ class Spent:
         self._at = time.perf_counter(), time.process_time()
 
     def end(self, real_tokens: int, computed_tokens: int, loss: float) -> None:
-        """Call after the optimiser step, with the batch's tokens without and with padding."""
+        """Call after the optimizer step, with the batch's tokens without and with padding."""
         wall, cpu = time.perf_counter() - self._at[0], time.process_time() - self._at[1]
         self._seen += 1
         self._all_tokens += real_tokens

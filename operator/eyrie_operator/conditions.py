@@ -35,8 +35,9 @@ def observe(conditions: Conditions, kind: str, status: ConditionStatus, reason: 
 
 
 def observe_recording(conditions: Conditions, drift: DriftSpec, recorded_prompts: int, now: datetime) -> Conditions:
-    """Whether an endpoint's requests are kept to retrain on. Observed from the first day: when drift is reported, those
-    of before cannot be recorded any more. Nothing where drift is ignored."""
+    """The condition Recording: whether an endpoint's requests are kept to retrain on. It is observed from the first
+    day, because requests that were answered before drift is reported cannot be recorded afterwards. Absent where drift
+    is ignored."""
     if drift.action == "ignore":
         return conditions
     if recorded_prompts or drift.traffic_file is not None:

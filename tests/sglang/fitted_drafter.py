@@ -36,11 +36,11 @@ def fit_drafter(directory: Path, target: Path, config: TargetConfig, layers: tup
     module = family.create(DrafterSpec(), config, ends, layers, DraftVocabulary(spoken, config.vocab_size), 0)
     objective = family.objective(module, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0),
                                  128, torch.float32)
-    optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
     for step in range(STEPS):
         loss = objective(pack_rows(rows), StepContext(step, STEPS, 0)).loss
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     family.save(directory, module, "float32", None)
     return directory

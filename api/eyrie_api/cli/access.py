@@ -117,7 +117,7 @@ def projects_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> Non
 @verb
 def projects_create(
     name: ProjectName,
-    description: Annotated[str, typer.Option("--description", help="For people.")] = "",
+    description: Annotated[str, typer.Option("--description", help="Text that lists of projects show.")] = "",
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Create a project."""
@@ -137,7 +137,7 @@ def projects_quotas(
     priority_class: Annotated[list[str] | None, typer.Option(
         "--priority-class", help="Kubernetes PriorityClass that may be named; repeatable.")] = None,
     per_minute: Annotated[int | None, typer.Option(
-        "--requests-per-minute", min=1, help="Of the whole project, at most.")] = None,
+        "--requests-per-minute", min=1, help="Limit of the whole project.")] = None,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Replace a project's quotas; omitted ones are unlimited."""
@@ -216,7 +216,7 @@ def audit(
 @webhooks_app.command("create")
 @verb
 def webhooks_create(
-    url: Annotated[str, typer.Argument(metavar="URL", help="To which events are posted.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address to which events are posted.")],
     event: Annotated[list[str] | None, typer.Option("--event", help="e.g. job.failed; default: all.")] = None,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:

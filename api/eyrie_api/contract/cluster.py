@@ -22,7 +22,7 @@ class KubeflowSpec(Frozen):
     """Of the runs, in a multi-user installation; None in a single-user one."""
 
     experiment: str = Field("eyrie", min_length=1, max_length=256)
-    """Of KFP, in which runs are listed."""
+    """KFP experiment in which the runs are listed."""
 
     token_file: AbsolutePath | None = None
     """Bearer token, read again for each request: a projected service account token is rotated."""
@@ -41,19 +41,19 @@ class GatewaySpec(Frozen):
     """The Gateway whose listener routes to endpoints."""
 
     name: ObjectName
-    """Of the Gateway object."""
+    """Name of the Gateway object."""
 
     namespace: Name | None = None
-    """Of the Gateway. Default: that of the endpoints."""
+    """Namespace of the Gateway. Default: that of the endpoints."""
 
     section: str | None = Field(None, min_length=1, max_length=253)
-    """Listener of the Gateway. Default: all that accept the route."""
+    """Name of the Gateway's listener. Default: every listener that accepts the route."""
 
     hostnames: tuple[str, ...] = Field((), max_length=16)
     """`{endpoint}` in a name is replaced by the endpoint's name."""
 
     request_timeout_s: float | None = Field(None, ge=0.0, le=86_400.0)
-    """Of one request through the Gateway, 0 without a limit. Default: the Gateway's own."""
+    """Limit of one request through the Gateway; 0: none. Default: the Gateway's own."""
 
 
 
@@ -61,10 +61,10 @@ class AutoscaleSpec(Frozen):
     """KEDA keeps requests per replica near a number."""
 
     prometheus_url: str = Field(pattern=r"^https?://[^\s]+$", max_length=4096)
-    """Server that KEDA asks for the number of requests."""
+    """Prometheus server that KEDA asks for the number of requests."""
 
     max_replicas: int = Field(8, ge=1, le=1000)
-    """Most pods of one endpoint; `replicas` is the least."""
+    """Most pods of one endpoint; `replicas` is the fewest."""
 
     target_requests: float = Field(8.0, gt=0.0)
     """Running and queued requests per pod."""
@@ -101,7 +101,7 @@ class ServingSpec(Frozen):
     """How endpoints stand on this cluster."""
 
     namespace: Name
-    """Of the endpoints' objects."""
+    """Namespace of the endpoints' objects."""
 
     placement: Placement
     hardware_profile: str = Field("cpu", min_length=1, max_length=64)
@@ -111,19 +111,19 @@ class ServingSpec(Frozen):
     `placement` selects; with `cpu`, an SGLang endpoint on GPUs is refused. The embedded engine ignores it."""
 
     replicas: int = Field(1, ge=1, le=1000)
-    """Pods of one endpoint."""
+    """Number of pods of one endpoint."""
 
     port: int = Field(30000, ge=1, le=65535)
-    """On which engines listen in their pods."""
+    """Port on which an engine listens in its pod."""
 
     startup_timeout_s: float = Field(1800.0, gt=0.0, le=86_400.0)
-    """Until an engine has to answer, its download of weights included."""
+    """Seconds until a started engine has to be ready, the download of its weights included."""
 
     drain_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
-    """For a pod's answers when it is replaced; with this its grace period ends."""
+    """Seconds that a pod which is replaced has to finish its answers (`terminationGracePeriodSeconds`)."""
 
     leave_delay_s: float = Field(10.0, gt=0.0, le=600.0)
-    """Between the end of a pod's readiness and the end of its server, until no proxy sends requests to it."""
+    """Seconds of `drain_timeout_s` that a pod still accepts requests, until no proxy sends it any."""
 
     surge: bool = True
     """Whether a new engine starts next to the one that serves. False: the old one stops first, and the endpoint is away
@@ -142,7 +142,7 @@ class ServingSpec(Frozen):
     """Whether each endpoint gets a PodMonitor, alert rules and a dashboard."""
 
     monitoring_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=16)
-    """By which Prometheus selects PodMonitors and rules."""
+    """Labels by which Prometheus selects PodMonitors and rules."""
 
     python: tuple[str, ...] = Field(("python3",), min_length=1, max_length=8)
     """How the image starts Python."""

@@ -132,7 +132,7 @@ class DrafterFamily:
     """Whether training can continue from a drafter of it (`drafter.init_from`)."""
 
     training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
-    """Passes of one token of the data through the weights per optimiser step, from the spec and S."""
+    """Passes of one token of the data through the weights per optimizer step, from the spec and S."""
 
     @property
     def drafts_blocks(self) -> bool:

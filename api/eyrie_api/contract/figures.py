@@ -58,7 +58,7 @@ class Figure(FigureSummary):
 
 
 class Curve(Frozen):
-    """One line of a chart: a quantity of one run by optimiser step."""
+    """One line of a chart: a quantity of one run by optimizer step."""
 
     key: str
     """Of the run."""

@@ -67,7 +67,7 @@ class SecretVariable(Frozen):
     """Name of the Secret."""
 
     key: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)
-    """In the Secret."""
+    """Key in the Secret."""
 
 
 
@@ -76,10 +76,10 @@ class HostPath(Frozen):
     `restricted` refuse it."""
 
     path: AbsolutePath
-    """On the node."""
+    """Directory of the node."""
 
     mount_path: AbsolutePath
-    """In the pod."""
+    """Where the pod has it."""
 
     read_only: bool = True
     """Whether the pod may only read it."""
@@ -90,7 +90,7 @@ class VolumeWork(Frozen):
     """The work area is a PersistentVolumeClaim, shared (ReadWriteMany) where stages run on several nodes."""
 
     kind: Literal["volume"] = "volume"
-    """A volume."""
+    """A work area on a volume."""
 
     claim: ObjectName
     """Name of the PersistentVolumeClaim."""
@@ -107,7 +107,7 @@ class S3Work(Frozen):
     """The work area is an artifact store; pods keep their working files in an emptyDir."""
 
     kind: Literal["s3"] = "s3"
-    """A store with S3's interface."""
+    """A work area in a store with S3's interface."""
 
     url: str = Field(pattern=r"^s3://[^\s]+$", max_length=4096)
     """Bucket and prefix: `s3://bucket/eyrie`."""
@@ -116,7 +116,7 @@ class S3Work(Frozen):
     """Address of a store other than AWS."""
 
     region: str = Field("us-east-1", min_length=1, max_length=64)
-    """Of the bucket."""
+    """Region of the bucket."""
 
     credentials_secret: ObjectName | None = None
     """Secret with the keys `access_key` and `secret_key`, mounted as files. Default: the pod's own identity."""
@@ -140,10 +140,10 @@ class Placement(Frozen):
     """One kind of pod: its image, its resources and its nodes."""
 
     image: Image
-    """Of the pod's container."""
+    """Image of the pod's container."""
 
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """As in Kubernetes."""
+    """When the image is pulled: Kubernetes' `imagePullPolicy`."""
 
     image_pull_secrets: tuple[ObjectName, ...] = Field((), max_length=16)
     """Secrets with the registry's credentials."""

@@ -1,4 +1,4 @@
-"""How one drafter is trained: objective, optimiser, schedule, checkpoints."""
+"""How one drafter is trained: objective, optimizer, schedule, checkpoints."""
 
 from typing import Literal
 
@@ -17,12 +17,12 @@ class TrainSpec(Frozen):
     """Weight of TTT step s is step_decay ** s (EAGLE-3 reference: 0.8)."""
 
     unrolled_fraction: float = Field(0.33, gt=0.0, le=1.0)
-    """Share of the answer positions unrolled beyond the first TTT step, sampled again at every optimiser step.
+    """Share of the answer positions unrolled beyond the first TTT step, sampled again at every optimizer step.
     Neighbouring positions predict the same tokens, so a third of them trains nearly as well at less than half of the
     cost."""
 
     single_step_ratio: Probability = 0.45
-    """Share of the optimiser steps, at the beginning, that train the first TTT step only: the later steps build on
+    """Share of the optimizer steps, at the beginning, that train the first TTT step only: the later steps build on
     it, and it costs a seventh."""
 
     loss: Literal["kl", "tv", "lk", "lk_hybrid"] = "kl"
@@ -58,10 +58,10 @@ class TrainSpec(Frozen):
     """Passes over the captured rows."""
 
     max_steps: int | None = Field(None, ge=1, le=1_000_000_000)
-    """Stop after this many optimiser steps even if epochs remain."""
+    """Stop after this many optimizer steps even if epochs remain."""
 
     max_seconds: float | None = Field(None, gt=0.0, le=2_592_000.0)
-    """Stop after this many seconds even if steps remain. Optimiser steps, evaluation, export and saves count; loading
+    """Stop after this many seconds even if steps remain. Optimizer steps, evaluation, export and saves count; loading
     does not, nor do steps that a killed run repeats. The schedule ends at this limit if it comes first, so a run of
     the same seed on a faster machine is another. The last step with its evaluation and export comes on top."""
 
@@ -70,9 +70,9 @@ class TrainSpec(Frozen):
     per run). A wsd run stopped early misses its decay. Default: never."""
 
     max_tokens_per_batch: int | None = Field(None, ge=64, le=2**30)
-    """Packed tokens per optimiser step, over all processes. Default: 2048 on CPUs; max_tokens_per_gpu
-    for each GPU, or a half, a quarter, ... of that, down to 2048, until an epoch has 64 steps. To resume a run on
-    another number of GPUs, give it."""
+    """Packed tokens per optimizer step, over all processes. Default: 2048 on CPUs; on GPUs max_tokens_per_gpu times
+    their number, halved until an epoch has 64 steps, but not below 2048. To resume a run on another number of GPUs,
+    give it."""
 
     max_tokens_per_gpu: int | None = Field(None, ge=64, le=2**30)
     """Packed tokens that one process computes at a time. A larger share of a step is divided into micro-batches whose
@@ -87,7 +87,7 @@ class TrainSpec(Frozen):
     program is asked to stop. The state is copied to host memory and written while training continues."""
 
     save_every_steps: int | None = Field(None, ge=1, le=1_000_000_000)
-    """Save it every so many optimiser steps as well."""
+    """Save it every so many optimizer steps as well."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Seed of the weights and of the order of rows."""

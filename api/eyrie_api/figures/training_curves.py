@@ -17,7 +17,7 @@ from eyrie_api.contract.status import MetricSeries
 from eyrie_api.figures.vega_lite import CATEGORIES, DASHES, SOLID, THEMES, Row, figure, number, rounded, series, tips
 
 Values = Mapping[int, float]
-"""By optimiser step."""
+"""By optimizer step."""
 
 Metrics = Mapping[str, Values]
 """Of one run, by name."""
@@ -68,7 +68,7 @@ def speedups(run: Metrics) -> list[Line]:
     return lines
 
 
-X_LABEL = "optimiser step"
+X_LABEL = "optimizer step"
 CHARTS = (
     CurveChart("training-loss", "Loss", "Of the training batches and of the evaluations.", "loss",
                logged("loss", "evaluation_loss")),
@@ -81,7 +81,7 @@ CHARTS = (
     CurveChart("training-speedup", "Theoretical speed-up by depth",
                "Tokens per target pass if drafting and verifying were free; /1 is of depth 1 alone, and the one "
                "without a number of the whole depth.", "tokens per target pass", speedups),
-    CurveChart("training-learning-rate", "Learning rate", "Of each optimiser step.", "learning rate",
+    CurveChart("training-learning-rate", "Learning rate", "Of each optimizer step.", "learning rate",
                logged("learning_rate")),
     CurveChart("training-gradient-norm", "Gradient norm", "Before clipping.", "gradient norm", logged("grad_norm")),
     CurveChart("training-speed", "Tokens per second", "Tokens trained on.", "tokens per second",

@@ -1,4 +1,4 @@
-"""Bytes on a GPU and floating-point operations of one optimiser step of a drafter. Pure.
+"""Bytes on a GPU and floating-point operations of one optimizer step of a drafter. Pure.
 
 A step is described by its counts (`StepWork`): the trainer counts them in its plan of a batch, `expected_work`
 estimates them before there is one.
@@ -165,7 +165,7 @@ class StepBytes:
 
 
 def eagle3_flops(drafter: TrainedDrafter, work: StepWork) -> int:
-    """Operations of one EAGLE-3 step, forward and backward, without the optimiser's own."""
+    """Operations of one EAGLE-3 step, forward and backward, without the optimizer's own."""
     hidden, q, kv = drafter.sizes.target.hidden_size, drafter.query_width, drafter.key_width
     fused = drafter.sizes.num_aux_layers * hidden
     once = work.tokens * hidden * (2 * fused + 3 * 2 * kv)  # fc needs no gradient of its input

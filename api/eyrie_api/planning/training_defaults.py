@@ -1,7 +1,7 @@
 """Tokens of a training step where the job names none, by hardware, and whether a GPU holds them. Pure; `eyrie plan` and
 the train stage read it.
 
-A GPU computes products of a few thousand rows at its rate, and the optimiser's own work is the same for any number of
+A GPU computes products of a few thousand rows at its rate, and the optimizer's own work is the same for any number of
 tokens: a step wants as many as its memory holds, up to `GPU_TOKENS`, and fewer where the data is so little that a run
 would have few steps. A CPU is at its rate with a few hundred rows, and small steps train faster per token there.
 """

@@ -138,5 +138,5 @@ def test_vega_lite_draws_them(theme: Any) -> None:
     vl_convert = pytest.importorskip("vl_convert", reason="pip install 'eyrie[plots]'")
     for figure in training_figures(curves_of((*training("a"), *training("b")))):
         drawn = vl_convert.vegalite_to_svg(figure.spec | {"config": figure.themes[theme]}, vl_version="5.21")
-        assert "optimiser step" in drawn
+        assert "optimizer step" in drawn
         assert "NaN" not in drawn

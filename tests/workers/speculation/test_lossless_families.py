@@ -92,12 +92,12 @@ class Bench:
         documents = pack_rows([(text, mask, aux.clone(), last.clone()) for text, mask, aux, last in rows])
         settings = TrainSpec(ttt_length=MAX_DRAFT_TOKENS, unrolled_fraction=1.0, single_step_ratio=0.0)
         objective = family_named(name).objective(drafter, self.ends, settings, 64, torch.float32)
-        optimiser = torch.optim.AdamW(drafter.parameters(), lr=2e-2, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2, weight_decay=0.0)
         for step in range(40):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             objective(documents, StepContext(step, 40, 0)).loss.backward()
             nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-            optimiser.step()
+            optimizer.step()
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, tor
 
 
 def wait_for_steps(out: Path, process: subprocess.Popen[bytes], steps: int) -> None:
-    """Until the program has logged so many optimiser steps."""
+    """Until the program has logged so many optimizer steps."""
     wait_for(lambda: sum(metric.name == "loss" for metric in metrics(out)) >= steps, f"{steps} steps", process=process)
 
 
@@ -253,7 +253,7 @@ def test_processes_killed_midway_and_fewer_that_go_on_make_the_drafter_of_one(
     assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
     for mine, other in zip(weights(tmp_path).values(), weights(finished).values(), strict=True):
         for name, tensor in mine.items():
-            # Sums in another order, through a few dozen optimiser steps; weights are of order 0.1. Where a gradient is
+            # Sums in another order, through a few dozen optimizer steps; weights are of order 0.1. Where a gradient is
             # nearly 0, rounding decides the direction of an AdamW step: one weight in thousands is 4e-3 apart.
             distance = (tensor.float() - other[name].float()).abs()
             assert distance.max() < 6e-3, name
