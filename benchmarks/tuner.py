@@ -285,7 +285,7 @@ def needed_rows(spec: TuneStage, grid: Sequence[GridRow], report: TuneReport) ->
 
 def _planned(spec: TuneStage) -> tuple[NeededTau, ...]:
     """What `eyrie plan` says of a job that trains a drafter of the same family for the same target on this machine."""
-    family = family_of(read_config(Path(spec.drafter_dir)).get("architectures"))
+    family = family_of(read_config(Path(spec.drafter_dir)))
     assert family is not None  # the tuner has loaded it
     job = JobSpec.model_validate({
         "target": {"model": spec.target.model, "dtype": spec.target.dtype}, "drafter": {"family": family.name},

@@ -55,3 +55,23 @@ def chats_file(path: Path, num: int = 12) -> Path:
                           {"role": "assistant", "content": f"The answer is {3 * i}."}]} for i in range(num)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def tiny_mimo(path: Path, *, with_mtp: bool = True, **settings: Any) -> Path:
+    """`tiny_target` as MiMo: a Qwen 2 with a random layer for multi-token prediction, under MiMo's names."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from eyrie_api.planning.drafter_rules import expected_tensors
+
+    config = json.loads((tiny_target(path, "qwen2", **settings) / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": int(with_mtp)}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    weights, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(1)
+    if with_mtp:
+        dtype = weights["model.norm.weight"].dtype
+        weights |= {name: (0.3 * torch.randn(shape, generator=generator) if len(shape) > 1 else
+                           1 + 0.1 * torch.randn(shape, generator=generator)).to(dtype)
+                    for name, shape in expected_tensors("mtp", config).items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path

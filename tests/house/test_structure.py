@@ -55,7 +55,8 @@ def test_the_api_accepts_exactly_the_target_families_that_the_workers_implement(
     from eyrie_api.contract.targets import SUPPORTED_ARCHITECTURES
     from eyrie_api.planning.target_config import FAMILIES
 
-    assert {name.removesuffix("ForCausalLM").lower() for name in SUPPORTED_ARCHITECTURES} == set(FAMILIES)
+    without = {"MiMoForCausalLM"}  # a Qwen 2 with another name
+    assert {name.removesuffix("ForCausalLM").lower() for name in {*SUPPORTED_ARCHITECTURES} - without} == set(FAMILIES)
 
 
 def _names_and_strings(tree: ast.Module) -> Iterator[str]:

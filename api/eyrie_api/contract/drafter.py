@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.contract.families import Family
+from eyrie_api.contract.families import FAMILIES, Family
 from eyrie_api.contract.model import Frozen
 
 MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
@@ -41,8 +41,8 @@ class DrafterSpec(Frozen):
     """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
 
     num_layers: int | None = Field(None, ge=1, le=64)
-    """Decoder layers of `standalone`, `dflash` and `dspark`; default: the family's choice. eagle3 and eagle1 have
-    one."""
+    """Decoder layers of `standalone`, `dflash` and `dspark`; default: the family's choice. eagle3, eagle1 and mtp
+    have one."""
 
     max_draft_tokens: int | None = Field(None, ge=1, le=16)
     """How far `medusa`, `hydra`, `dflash` and `dspark` can look ahead: their heads, or the tokens that their block
@@ -91,6 +91,11 @@ class DrafterSpec(Frozen):
         if self.init_revision is not None and self.init_from is None:
             raise ValueError(f"drafter.init_revision is {self.init_revision!r} without a drafter: set "
                              "drafter.init_from, or leave it out")
+        if FAMILIES[self.family].of_target:
+            for field in ("intermediate_size", "hidden_size", "num_layers", "num_attention_heads"):
+                if (value := getattr(self, field)) is not None:
+                    raise ValueError(f"drafter.{field} is {value}, and family {self.family} trains the target's own "
+                                     "layer, which has the target's sizes: leave it out, or train another family")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("drafter.fc_norm and drafter.norm_before_fc are both true: no engine applies both; "
                              "choose fc_norm (EAGLE-3.1) or norm_before_fc")

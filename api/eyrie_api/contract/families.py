@@ -98,7 +98,8 @@ class DrafterFamily:
     """Import path of the implementation; its `FAMILY` is an `eyrie_workers.drafters.family.FamilyImplementation`."""
 
     architecture: str
-    """`architectures[0]` in the config.json of its checkpoints; identifies the family of a directory."""
+    """`architectures[0]` in the config.json of its checkpoints; identifies the family of a directory. With
+    `of_target` it is the target's."""
 
     target_states: TargetStates
     whole_vocabulary: bool
@@ -130,6 +131,10 @@ class DrafterFamily:
 
     continues: bool = False
     """Whether training can continue from a drafter of it (`drafter.init_from`)."""
+
+    of_target: bool = False
+    """Its drafter is a part of the target's own checkpoint, from which training starts. Its checkpoints name the
+    target's architecture, and are recognised by a mark (`planning.sglang_support.holds_mtp_layers`)."""
 
     training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
     """Passes of one token of the data through the weights per optimizer step, from the spec and S."""
@@ -235,6 +240,14 @@ _ROWS = (
         drafting_weights=lambda sizes, depth: depth * (_eagle1_parameters(sizes) + _output_matrix(sizes)),
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
         drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41),
+    DrafterFamily(
+        name="mtp", title="MTP layer", module="eyrie_workers.drafters.mtp", of_target=True,
+        architecture="MiMoForCausalLM", target_states="final", whole_vocabulary=True,
+        parameters=_eagle1_parameters, training_passes=_eagle3_training_passes, sglang_algorithm="EAGLE",
+        drafting_weights=lambda sizes, depth: depth * (_eagle1_parameters(sizes) + _output_matrix(sizes)),
+        best_for="targets that were published with a layer for multi-token prediction: it is trained on, unrolled, on "
+                 "the target's own answers",
+        drafting_cost="one layer of the target per token, over the whole vocabulary", quickstart_speedup=None),
     DrafterFamily(
         name="medusa", title="Medusa", module="eyrie_workers.drafters.medusa",
         architecture="MedusaModel", target_states="final", whole_vocabulary=False,

@@ -15,7 +15,7 @@ from eyrie_api.contract.model import Frozen
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "GraniteForCausalLM")
+    "Olmo3ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "GraniteForCausalLM", "MiMoForCausalLM")
 
 QUICKSTART = "quickstart"
 """The model, conversations and suites shipped with Eyrie; `quickstart:<suite>` names one suite."""

@@ -31,7 +31,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning import drafter_rules, eagle3_rules
 from eyrie_api.planning.drafter_rules import DFLASH2, LAYER_IDS, Finding, Header, Target, foreign_architecture
 from eyrie_api.planning.eagle3_rules import MAPS, canonical_name, joins_one_state, nested
-from eyrie_api.planning.sglang_support import captured_inputs, sglang_layer_ids
+from eyrie_api.planning.sglang_support import captured_inputs, holds_mtp_layers, sglang_layer_ids
 from eyrie_api.planning.target_config import DEFAULT_ROPE_THETA
 
 LAYER_KEYS = (
@@ -103,7 +103,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
         return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
     if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
         return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
-    family = next((row.name for row in FAMILIES.values() if names == [row.architecture]), None)
+    family = next((row.name for row in FAMILIES.values()
+                   if names == [row.architecture] and row.of_target == holds_mtp_layers(config)), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
                            "name a drafter of a family that `eyrie check-drafter` knows")

@@ -165,6 +165,17 @@ def eagle1_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("contract", f"sliding_window is {window}: not what SGLang computes for this class", hint)
 
 
+def mtp_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The config of a target's MTP layer, as SGLang's `MiMoMTP` computes it."""
+    hint = "train another family"
+    expected = {"architectures": [FAMILIES["mtp"].architecture], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            yield error("contract", f"{name} is {config[name]!r}, not {value!r}", hint)
+    if (window := layer_types(config)[1]) is not None:
+        yield error("contract", f"sliding_window is {window}: not what SGLang computes for this class", hint)
+
+
 def standalone_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     family, hint = config.get("model_type"), "serve this one in SGLang, or train one"
     if family != "llama" or has_tied_embeddings(config) or layer_types(config)[1] is not None:
@@ -270,8 +281,8 @@ def _whole(value: object, least: int, most: int | None) -> bool:
 
 
 _DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
-    "eagle1": eagle1_rules, "standalone": standalone_rules, "dflash": lambda config: block_rules(config, 2),
-    "dspark": dspark_rules}
+    "eagle1": eagle1_rules, "mtp": mtp_rules, "standalone": standalone_rules,
+    "dflash": lambda config: block_rules(config, 2), "dspark": dspark_rules}
 SHARED_OUTPUT = {"medusa": False, "hydra": True}
 """Families of heads; whether all heads of one have one output matrix."""
 
@@ -300,6 +311,11 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
     if family == "eagle1":
         del layers["layers.0.input_layernorm.weight"]
         return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
+    if family == "mtp":
+        own = {name: shape for name, shape in layers.items() if name.startswith("layers.0.")} | {
+            f"layers.0.{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
+        own["layers.0.input_proj.weight"] = (hidden, 2 * hidden)
+        return {f"model.mtp_{name}": shape for name, shape in own.items()}
     num_aux = len(config["dflash_config"]["target_layer_ids"])
     layers |= _dflash2_tensors(config, sizes)
     if family == "dspark":
@@ -385,7 +401,7 @@ def fit_rules(drafter: str, family: str | None, config: Mapping[str, Any], targe
         elif own["mask_token_id"] in target.eos_token_ids:
             yield error("contract", f"{drafter}: dflash_config.mask_token_id {own['mask_token_id']} ends answers of "
                         "this target", again)
-    elif family in ("eagle1", "eagle3", *SHARED_OUTPUT) and (hidden, vocab) != (
+    elif family in ("eagle1", "mtp", "eagle3", *SHARED_OUTPUT) and (hidden, vocab) != (
             target.hidden_size, target.vocab_size):
         yield error("contract", f"{drafter} is for a target of hidden size {hidden} and vocabulary {vocab}, this "
                     f"target has {target.hidden_size} and {target.vocab_size}", again)

@@ -25,9 +25,9 @@ from eyrie_api.planning.drafter_rules import Header, Target, TargetSizes, fit_ru
 from eyrie_api.planning.eagle3_rules import own_engine_rules
 from eyrie_api.planning.facts import Facts, local_path, target_dir
 from eyrie_api.planning.plan_work import TargetFacts
-from eyrie_api.planning.sglang_support import require_mtp_architecture
+from eyrie_api.planning.sglang_support import require_mtp_architecture, require_mtp_layer
 from eyrie_api.planning.target_config import end_token_ids, language_model
-from eyrie_api.planning.target_files import SINGLE, read_header, read_object, weights_are_here
+from eyrie_api.planning.target_files import SINGLE, read_header, read_object, stored_tensors, weights_are_here
 
 _CONFIG, _PICKLED = "config.json", "pytorch_model.bin"
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I64": "int64",
@@ -79,6 +79,8 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
     SGLang does not draft with."""
     if facts.target is not None and any(drafter.method == "nextn" for drafter in job.brought):
         require_mtp_architecture(facts.config)
+    if facts.target is not None and any(FAMILIES[family].of_target for family in job.families):
+        require_mtp_layer(facts.config, stored_tensors(facts.target) if weights_are_here(facts.target) else None)
 
     def checked(drafter: str, path: str, revision: str | None, *, computed_here: bool) -> Form | None:
         """None: left to the stage."""

@@ -29,6 +29,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 
 SGLANG_VERSION = "0.5.23"
@@ -199,6 +200,9 @@ MTP_ARCHITECTURES: tuple[str, ...] = (
 )
 """Targets whose MTP layers SGLang drafts with."""
 
+MTP_LAYER = "model.mtp_layers.0."
+"""Prefix of the tensors that family `mtp` continues from."""
+
 MARK = "mtp"
 """Value of `eyrie.drafter` in the config.json of a directory of MTP layers; its `architectures` is the target's."""
 
@@ -228,6 +232,24 @@ def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, .
         raise UnsupportedTarget("nextn: the target's checkpoint has no MTP layers",
                                 "leave nextn out, or use a checkpoint that was published with its MTP layers")
     return tensors
+
+
+def require_mtp_layer(config: Mapping[str, Any], names: Iterable[str] | None) -> None:
+    """Raises UnsupportedTarget for a target without a layer that drafters of family mtp are trained from.
+
+    names   of its tensors; None: unknown
+    """
+    wanted, found = FAMILIES["mtp"].architecture, config.get("architectures")
+    alternatives = "train another family (eagle3 and eagle1 need no such layer)"
+    if found != [wanted] or config.get("model_type") != "qwen2":
+        served = isinstance(found, list) and set(found) & set(MTP_ARCHITECTURES)
+        raise UnsupportedTarget(
+            f"drafter.family is mtp and config.json names architecture {found!r} with model_type "
+            f"{config.get('model_type')!r}: MTP layers of {wanted} with model_type 'qwen2' are trained",
+            alternatives + (", or add nextn to rivals, which serves its layers as they are" if served else ""))
+    if names is not None and not any(name.startswith(MTP_LAYER) for name in names):
+        raise UnsupportedTarget(f"drafter.family is mtp and the target's checkpoint has no tensors {MTP_LAYER}*",
+                                f"{alternatives}, or give the checkpoint as it was published")
 
 
 def require_mtp_architecture(config: Mapping[str, Any]) -> None:

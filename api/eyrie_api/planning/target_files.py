@@ -115,7 +115,7 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
             f"target directory {directory} holds an adapter (adapter_config.json), which is not applied: drafters "
             "would be trained for the model without it",
             "merge it into the weights (peft: merge_and_unload, then save_pretrained) and give the merged model")
-    stored = _stored_tensors(directory)
+    stored = stored_tensors(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     wanted = expected_tensors(config, facts) if known else {}
     is_quantised = quantisation_config(config) is not None
@@ -217,7 +217,8 @@ def expected_tensors(config: Mapping[str, Any], facts: TargetFacts) -> dict[str,
                     for name, shape in layer.items()}
 
 
-def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The headers of a target's weights, by name. Raises UnsupportedTarget."""
     index = directory / INDEX
     if not index.exists():
         if (directory / SINGLE).exists():
@@ -255,7 +256,7 @@ def indexed_files(index: Path) -> dict[str, str]:
 
 def dense_matrices(directory: Path, quantisation: Quantisation) -> dict[str, Matrix]:
     """The weights of a quantised checkpoint by the names that its model has for them. Raises UnsupportedTarget."""
-    return matrices({name: (tensor.dtype, tensor.shape) for name, tensor in _stored_tensors(directory).items()},
+    return matrices({name: (tensor.dtype, tensor.shape) for name, tensor in stored_tensors(directory).items()},
                     quantisation)
 
 
@@ -308,7 +309,7 @@ def dense_bytes(directory: Path, config: Mapping[str, Any], dtype: str) -> int:
     """Bytes of the weights in a dtype, where Eyrie or transformers compute the target: also of a quantised one every
     value. Raises UnsupportedTarget."""
     quantisation = read_quantisation(config)
-    shapes = [tensor.shape for tensor in _stored_tensors(directory).values()] if quantisation is None else [
+    shapes = [tensor.shape for tensor in stored_tensors(directory).values()] if quantisation is None else [
         matrix.shape for matrix in dense_matrices(directory, quantisation).values()]
     return sum(map(prod, shapes)) * ELEMENT_BYTES[dtype]
 

@@ -22,7 +22,7 @@ from eyrie_workers.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.targets.config import parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from tests.tiny import tiny_target
+from tests.tiny import tiny_mimo, tiny_target
 
 SHAPE = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
 FAMILY_NAMES = list(FAMILIES)
@@ -30,11 +30,15 @@ FAMILY_NAMES = list(FAMILIES)
 
 @dataclass(frozen=True)
 class Made:
-    """One target, another one, and where the families' drafters lie."""
+    """Two targets of each family's architecture, and where the families' drafters lie."""
 
-    target: Path
-    other: Path
+    targets: dict[bool, tuple[Path, Path]]
+    """By whether a family's drafter is a part of its target."""
+
     home: Path
+
+    def target(self, family: str, number: int = 0) -> Path:
+        return self.targets[FAMILIES[family].of_target][number]
 
     def copy(self, family: str, to: Path) -> Path:
         to.mkdir()
@@ -46,10 +50,12 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("families")
-    target, other = tiny_target(root / "target", seed=1), tiny_target(root / "other", seed=2)
-    config, ends = parse_config(json.loads((target / "config.json").read_text())), read_target_embeddings(target, False)
+    made = Made({False: (tiny_target(root / "target", seed=1), tiny_target(root / "other", seed=2)),
+                 True: (tiny_mimo(root / "mimo", seed=1), tiny_mimo(root / "other-mimo", seed=2))}, root)
     for name in FAMILIES:
-        family = family_named(name)
+        family, target = family_named(name), made.target(name)
+        config = parse_config(json.loads((target / "config.json").read_text()))
+        ends = read_target_embeddings(target, False)
         spec = DrafterSpec.model_validate({"family": name, "max_draft_tokens": 3})
         layers = family.layers((1, 2, 3), config.num_layers)
         drafter = family.create(spec, config, ends, layers, DraftVocabulary(torch.arange(320), 320), 1)
@@ -58,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
                 parameter.add_(0.01 * torch.randn_like(parameter))
         family.save(root / name, drafter, "float32", Card(
             family=name, target=identify(target), drafter=spec, aux_layers=layers, code_version="test"))
-    return Made(target, other, root)
+    return made
 
 
 def codes(directory: Path, **more: Path) -> set[str]:
@@ -70,12 +76,12 @@ def codes(directory: Path, **more: Path) -> set[str]:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_an_export_of_any_family_has_no_errors_with_and_without_its_target(family: str, made: Made) -> None:
     assert codes(made.home / family) == set()
-    assert codes(made.home / family, target_dir=made.target) == set()
+    assert codes(made.home / family, target_dir=made.target(family)) == set()
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_another_target_is_reported_by_its_digest(family: str, made: Made) -> None:
-    assert "target-differs" in codes(made.home / family, target_dir=made.other)
+    assert "target-differs" in codes(made.home / family, target_dir=made.target(family, 1))
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -106,7 +112,8 @@ def test_sglang_is_launched_with_the_familys_algorithm_or_the_launch_is_refused(
                                                                                 made: Made) -> None:
     directory = made.home / family
     drafter = read_drafter(str(directory), json.loads((directory / "config.json").read_text()))
-    plan = LaunchPlan(read_target(str(made.target), json.loads((made.target / "config.json").read_text())),
+    target = made.target(family)
+    plan = LaunchPlan(read_target(str(target), json.loads((target / "config.json").read_text())),
                       profile("h100"), "tiny", drafter=drafter, setting=Setting(tree=SHAPE))
     if drafter.algorithm is None:
         with pytest.raises(Unlaunchable, match="cannot serve") as refused:

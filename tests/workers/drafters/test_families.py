@@ -23,7 +23,7 @@ AUX_LAYERS = (1, 2, 3)
 COMPARISON = Path(__file__).parents[3] / "docs/results/comparison.md"
 VARIANTS = {"eagle3": ("EAGLE-3", "EAGLE-3 chain"), "eagle1": ("EAGLE-1", "EAGLE-2", "EAGLE-1 chain"),
             "medusa": ("Medusa", "Medusa best-first", "Medusa chain"), "hydra": ("Hydra", "Hydra chain"),
-            "standalone": ("draft model",), "dflash": ("DFlash", "DDTree"), "dspark": ()}
+            "standalone": ("draft model",), "dflash": ("DFlash", "DDTree"), "dspark": (), "mtp": ()}
 """Of that page, by family; none of one that was not measured."""
 
 

@@ -81,10 +81,11 @@ def test_every_family_trains_with_the_others_and_none_is_stopped_for_another(
         tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_train, "AUX_LAYERS", (1, 2, 3, read_config(target_dir).num_layers))
     store_dir = write_store(tmp_path / "store", target_dir, 12)
-    for name in FAMILIES:
+    names = [name for name, row in FAMILIES.items() if not row.of_target]
+    for name in names:
         write_spec(tmp_path / name, target_dir, store_dir, max_steps=4, drafter={"family": name, "aux_layers": [1, 2]})
-    assert sweep([tmp_path / name for name in FAMILIES], rungs=(0.25, 0.5)) == 0
-    for name in FAMILIES:
+    assert sweep([tmp_path / name for name in names], rungs=(0.25, 0.5)) == 0
+    for name in names:
         report = report_of(tmp_path / name)
         assert (report.family, report.steps, report.stopped_early) == (name, 4, False)
 

@@ -49,8 +49,10 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         code = "config-missing" if isinstance(fault, ArtifactMissing) else "config-unreadable"
         return error(code, fault.message, fault.hint), *general
     if holds_mtp_layers(config):
-        return _errors_first([*check_mtp_layers(config, target), *general])
-    family = family_of(config.get("architectures"))
+        general.extend(check_mtp_layers(config, target))
+    family = family_of(config)
+    if family is None and holds_mtp_layers(config):
+        return _errors_first(general)
     if family is None:
         return (*architecture_rules(config), *general)
     files = sorted(directory.glob("*.safetensors"))

@@ -8,7 +8,7 @@ program loads only the families it needs.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -100,10 +100,11 @@ def family_named(name: str) -> FamilyImplementation:
     return _implementation(FAMILIES[name])
 
 
-def family_of(architectures: object) -> FamilyImplementation | None:
-    """The family of a checkpoint, from `architectures` in its config.json; None when it is of no family."""
+def family_of(config: Mapping[str, Any]) -> FamilyImplementation | None:
+    """The family of a checkpoint, from its config.json; None when it is of no family."""
     for row in FAMILIES.values():
-        if architectures in ([row.architecture], *([name] for name in row.read_architectures)):
+        if config.get("architectures") in ([row.architecture], *([name] for name in row.read_architectures)) and (
+                row.of_target == holds_mtp_layers(config)):
             return _implementation(row)
     return None
 
@@ -129,13 +130,13 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
     CheckpointInvalid when it is damaged, of no known family or trained for another target, UnsupportedTarget for the
     target's own MTP layers."""
     config = read_config(directory)
-    if holds_mtp_layers(config):
+    family = family_of(config)
+    if family is None and holds_mtp_layers(config):
         raise UnsupportedTarget(f"{directory} holds MTP layers of the target, which Eyrie does not compute",
                                 "use engine sglang")
-    architectures = config.get("architectures")
-    family = family_of(architectures)
     if family is None:
-        raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",
+        named = json.dumps(config.get("architectures"))
+        raise CheckpointInvalid(f"{directory} holds a drafter of architecture {named}",
                                 f"use one of {', '.join(row.architecture for row in FAMILIES.values())}")
     with device_scope(target.device):
         return family.load_proposer(directory, target)

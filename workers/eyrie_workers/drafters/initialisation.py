@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.planning.sglang_support import MTP_LAYER
 from eyrie_api.planning.target_config import language_model, logit_transform
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
@@ -28,7 +29,7 @@ _ROLES = {"embed": re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word
           "norm": re.compile(r"(^|\.)(norm|norm_f|final_layernorm|final_norm|ln_f)\.weight$")}
 """Names under which checkpoints of transformers store the three tensors, behind any prefix; also quantised."""
 
-_OTHER_PARTS = re.compile(r"(^|\.)(layers|h|blocks|vision\w*|visual|audio\w*|mtp)\.")
+_OTHER_PARTS = re.compile(r"(^|\.)(layers|h|blocks|vision\w*|visual|audio\w*|mtp\w*)\.")
 
 _ZERO_CENTRED_NORMS = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
 """`model_type` of models whose final norm multiplies by 1 + weight (modeling files of transformers 5.19)."""
@@ -49,6 +50,9 @@ class TargetEmbeddings:
 
     soft_cap: float | None = None
     """Bound of the target's logits (`targets.operators`). Their scale is part of `lm_head`."""
+
+    mtp: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """The tensors of `MTP_LAYER`, by their names behind it, in float32; empty: the target has none of that name."""
 
     _converted: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -73,8 +77,11 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     config = read_json(path / "config.json")
     scale, soft_cap = logit_transform(language_model(config))
     tensors: dict[str | None, Tensor] = {}
+    mtp: dict[str, Tensor] = {}
     unread = (None, "head") if tie_word_embeddings else (None,)
     for file in weight_files(path):
+        mtp |= {name.removeprefix(MTP_LAYER): tensor.float() for name, tensor in stored_tensors(
+            file, lambda name: name.startswith(MTP_LAYER))}
         for name, tensor in stored_tensors(file, lambda name: _role(name) not in unread):
             role = _role(name)
             if tensor.dtype not in DTYPES.values() and tensor.dtype != torch.float64:
@@ -90,7 +97,7 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     if str(language_model(config).get("model_type", "")).startswith(_ZERO_CENTRED_NORMS):
         norm = norm + 1.0
     return TargetEmbeddings(embed, OutputHead.of(tensors.get("head", embed), scale).weight_VH, norm,
-                            tuple(sorted(special_token_ids(path))), soft_cap)
+                            tuple(sorted(special_token_ids(path))), soft_cap, mtp)
 
 
 def _role(name: str) -> str | None:

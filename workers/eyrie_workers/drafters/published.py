@@ -74,7 +74,7 @@ def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
               if finding.severity == "error" and finding.code not in UNSERVED]
     if faults:
         raise CheckpointInvalid(f"drafter {source.name}: {'; '.join(fault.what for fault in faults)}", faults[0].hint)
-    family = family_of(read_config(out).get("architectures"))
+    family = family_of(read_config(out))
     assert family is not None, "the validator refuses unknown architectures"
     return family
 

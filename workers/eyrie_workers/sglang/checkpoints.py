@@ -109,7 +109,7 @@ def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     for row in FAMILIES.values():
-        if name in (row.architecture, *row.read_architectures):
+        if not row.of_target and name in (row.architecture, *row.read_architectures):
             return row.sglang_algorithm
     return "STANDALONE" if name in SUPPORTED_BY_SGLANG else None
 

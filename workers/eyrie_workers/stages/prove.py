@@ -60,6 +60,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_api.planning.target_config import computed_by_reference
 from eyrie_workers.data.suites import Prompt, select
+from eyrie_workers.drafters.family import family_of
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
@@ -553,7 +554,7 @@ def judge_answers(proof: Proof, answers: Answers) -> CheckResult:
     why = why_not_held(target_dir, dtype)
     if why is not None:
         why = f"rounds not replayed: the reference does not hold the target ({why})"
-    elif holds_mtp_layers(read_json(Path(spec.drafter_dir) / "config.json")):
+    elif holds_mtp_layers(own := read_json(Path(spec.drafter_dir) / "config.json")) and family_of(own) is None:
         why = "rounds not replayed: Eyrie does not compute the target's MTP layers"
         judge = cache(lambda: open_judge(target_dir, dtype))
     elif kind == "sglang" and (quantised := quantised_matrices(target_dir)) and quantised[0].rounds_activations:

@@ -414,6 +414,18 @@ class Objective(ABC, Generic[DrafterT]):
         return torch.dot(each_N, supervision.share_N.to(each_N.dtype))
 
 
+def plan_drawn(documents: PackedBatch, context: StepContext | None, spec: TrainSpec) -> UnrollPlan:
+    """An unroll in which a random `unrolled_fraction` of the roots goes beyond step 0, and for the first
+    `single_step_ratio` of the run none; in evaluation (no step context) all roots and steps."""
+    if context is None:
+        return plan_unroll(documents.loss_mask, documents.lengths, spec.ttt_length)
+    single = context.step < spec.single_step_ratio * context.num_steps
+    deep = None
+    if not single and spec.unrolled_fraction < 1.0:
+        deep = draw_positions(documents, context, spec.unrolled_fraction)
+    return plan_unroll(documents.loss_mask, documents.lengths, 1 if single else spec.ttt_length, deep)
+
+
 def draw_positions(documents: PackedBatch, context: StepContext, share: float) -> Tensor:
     """[T] bool: a random share of the positions, a function of seed and step, independent of the number of processes.
     """

@@ -18,7 +18,7 @@ from eyrie_api.planning.sglang_attention import (
     attention_problem,
     profile,
 )
-from eyrie_api.planning.sglang_support import Unlaunchable
+from eyrie_api.planning.sglang_support import MARK, Unlaunchable
 from eyrie_workers.sglang.checkpoints import (
     DrafterCheckpoint,
     TargetCheckpoint,
@@ -422,9 +422,10 @@ def test_a_family_that_reads_no_inner_layers_is_served_next_to_targets_sglang_ca
 
 def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serves() -> None:
     expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH",
-                "dspark": "DSPARK"}
+                "dspark": "DSPARK", "mtp": "EAGLE"}
     for name, row in FAMILIES.items():
-        assert checkpoint_algorithm({"architectures": [row.architecture]}) == expected.get(name), name
+        config = {"architectures": [row.architecture]} | ({"eyrie": {"drafter": MARK}} if row.of_target else {})
+        assert checkpoint_algorithm(config) == expected.get(name), name
         assert row.sglang_algorithm == expected.get(name), name
     assert checkpoint_algorithm({"architectures": ["LlamaForCausalLM"]}) == "STANDALONE"
     assert checkpoint_algorithm({"architectures": ["Eagle3LlamaForCausalLM"]}) is None

@@ -74,9 +74,9 @@ from eyrie_workers.training.objective import (
     Prediction,
     StepContext,
     TargetDistribution,
-    draw_positions,
+    plan_drawn,
 )
-from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_plan
+from eyrie_workers.training.unroll_plan import UnrollPlan, split_plan
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
         """`max_kept_bytes`: most activations kept at a time; None: the device's budget."""
         super().__init__(drafter, drafter.vocabulary, embeddings.output_head, spec, dtype=dtype)
         self._embed_VH = embeddings.embed
-        self._unrolled_fraction, self._single_step_ratio = spec.unrolled_fraction, spec.single_step_ratio
+        self._spec = spec
         self._max_kept_bytes = activation_budget(self.device) if max_kept_bytes is None else max_kept_bytes
         # The last root of the longest document stands `steps` positions behind its end at the last step.
         num_positions = max_positions + self.steps
@@ -355,13 +355,7 @@ class TrainingTimeTest(Objective[Eagle3Drafter]):
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training, some roots unrolled; in evaluation (no step context), all roots and steps."""
-        if context is None:
-            return plan_unroll(documents.loss_mask, documents.lengths, self.steps)
-        single = context.step < self._single_step_ratio * context.num_steps
-        deep = None
-        if not single and self._unrolled_fraction < 1.0:
-            deep = draw_positions(documents, context, self._unrolled_fraction)
-        return plan_unroll(documents.loss_mask, documents.lengths, 1 if single else self.steps, deep)
+        return plan_drawn(documents, context, self._spec)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The unroll without splitting: true tokens at every step and the drafter's own states, also in evaluation."""
