@@ -32,7 +32,7 @@ from eyrie_api.planning.published_drafters import with_drafters_of_jobs
 from eyrie_api.planning.resolve import with_gpu_defaults
 from eyrie_api.settings import Settings
 from tests.api.samples import job_spec, target_directory
-from tests.tiny import tiny_target
+from tests.tiny import tiny_mimo, tiny_target
 
 ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
 
@@ -529,6 +529,18 @@ def test_training_continues_from_a_jobs_best_checkpoint_or_the_field_is_refused_
 def test_mtp_layers_of_a_target_that_sglang_does_not_draft_with_are_no_rival(settings: Settings, target: Path) -> None:
     refused(settings, UnsupportedTarget, "nextn: SGLang does not draft with MTP layers of Qwen3ForCausalLM",
             target={"model": str(target)}, rivals=["nextn"], engine={"kind": "sglang"}, drafter={"family": "eagle3"})
+
+
+def test_a_drafter_of_the_targets_own_mtp_layer_needs_a_target_with_one(
+        settings: Settings, target: Path, tmp_path: Path) -> None:
+    refused(settings, UnsupportedTarget, "drafter.family is mtp and config.json names architecture",
+            target={"model": str(target)}, drafter={"family": "mtp"})
+    without = tiny_mimo(tmp_path / "without", with_mtp=False)
+    refused(settings, UnsupportedTarget, "the target's checkpoint has no tensors model.mtp_layers",
+            target={"model": str(without)}, sweep={"families": ["eagle1", "mtp"]})
+    checked = check(job_spec(target={"model": str(tiny_mimo(tmp_path / "mimo"))}, drafter={"family": "mtp"}), settings)
+    assert checked.plan is not None
+    assert [candidate.drafter.family for candidate in checked.candidates] == ["mtp"]
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/chats/*.parquet", "https://data.example/chats.jsonl.gz"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.sources import ROOT
+from tests.waiting import wait_for
 
 TIERS = ("the real SGLang's tests", "the cluster's tests and the rehearsal", "the slow tests",
          "the interpreted kernels", "the campaigns' short forms", "the console in a browser", "the chart's tests",
@@ -43,6 +44,15 @@ def test_a_run_in_which_every_tier_passed_is_complete(checkout: Path) -> None:
     code, line = last_line(checkout)
     assert code == 0
     assert line.startswith("complete: every tier passed")
+
+
+def test_the_build_of_a_cluster_goes_next_to_the_tiers_and_ends_with_the_run(checkout: Path) -> None:
+    build, pid = checkout / "cluster" / "build", checkout / "pid"
+    build.write_text(f"#!/usr/bin/env bash\necho $$ > {pid}\nsleep 600\n")
+    build.chmod(0o755)
+    (checkout / "bin" / "make").write_text(f"#!/usr/bin/env bash\nuntil [ -s {pid} ]; do sleep 0.1; done\nexit 2\n")
+    assert last_line(checkout)[0] == 2
+    wait_for(lambda: not Path(f"/proc/{int(pid.read_text())}").exists(), "the end of the build")
 
 
 @pytest.mark.parametrize(("variables", "tiers"), [

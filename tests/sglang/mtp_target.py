@@ -1,4 +1,4 @@
-"""The shipped Llama as a checkpoint of another architecture, GLM-4.5-MoE, with one MTP layer behind its last.
+"""The shipped Llama as checkpoints of other architectures, GLM-4.5-MoE and MiMo, with one MTP layer behind their last.
 
     python -m tests.sglang.mtp_target --out DIR
 
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from eyrie_api.planning.drafter_rules import expected_tensors
+from eyrie_api.planning.sglang_support import MTP_LAYER
 from tests.sglang.mixture_target import begin_from_quickstart
 
 NUM_EXPERTS, ACTIVE, _EXPERT_SIZE = 4, 2, 32
@@ -33,6 +35,25 @@ def write_mtp_target(directory: Path, *, with_mtp: bool = True, seed: int = 0) -
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if with_mtp:
         weights |= _mtp_layer(f"model.layers.{layers}", weights, hidden, torch.Generator().manual_seed(seed))
+    stored = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_mimo_target(directory: Path, seed: int = 0) -> Path:
+    """The shipped Llama as MiMo, whose layers are Qwen 2's: biases on q, k and v, here zero. The MTP layer passes the
+    target's state through `input_proj`; the rest of it is random, as small as in `write_mtp_target`."""
+    config, weights = begin_from_quickstart(directory)
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    config.pop("attention_bias", None)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights |= {name.replace(".weight", ".bias"): torch.zeros(weight.shape[0]) for name, weight in weights.items()
+                if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))}
+    generator, hidden = torch.Generator().manual_seed(seed), config["hidden_size"]
+    for name, shape in expected_tensors("mtp", config).items():
+        is_norm = len(shape) == 1 and name.endswith("norm.weight")
+        weights[name] = torch.ones(shape) if is_norm else 0.02 * torch.randn(shape, generator=generator)
+    weights[f"{MTP_LAYER}input_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
     stored = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

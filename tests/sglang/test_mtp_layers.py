@@ -9,23 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
-from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
+from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, SamplingSpec
 from eyrie_api.contract.prove import ProveReport, ProveSpec
 from eyrie_api.contract.reports import BenchmarkReport, TuneReport
 from eyrie_api.contract.stages import BenchmarkStage, ProveStage, TuneStage
 from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES
+from eyrie_workers.data.suites import load_suite
+from eyrie_workers.drafters.initialisation import read_target_embeddings
+from eyrie_workers.drafters.mtp import FAMILY
+from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
 from eyrie_workers.stages.prove import prove
 from eyrie_workers.stages.tune import tune
-from tests.sglang.mtp_target import write_mtp_target
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.templates import ChatTokenizer
+from eyrie_workers.training.objective import StepContext
+from tests.packed_rows import pack_rows
+from tests.sglang.mtp_target import write_mimo_target, write_mtp_target
 from tests.sglang.servers import environment, let_stages_start_it, sglang_python
+from tests.sglang.test_prove_stage import stage_directory
 
+STEPS = 80
 CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
 _REWRITE = """
 import json, sys
@@ -101,6 +115,45 @@ def test_mtp_layers_are_benchmarked_tuned_and_proven_without_changing_an_answer(
     assert proven.parity is not None
     assert proven.parity.passed, proven.parity.reasons
     assert "rounds not replayed: Eyrie does not compute the target's MTP layers" in " ".join(proven.parity.reasons)
+
+
+@pytest.mark.slow
+def test_a_layer_trained_here_drafts_in_sglang_as_it_was_trained(tmp_path: Path) -> None:
+    """Proof replays every round in the reference engine and compares: an embedding read at position 0, another order of
+    the two inputs, or the state before the norm would show there, not in the answers."""
+    target_dir = write_mimo_target(tmp_path / "target")
+    target, drafter = load_target(target_dir), tmp_path / "drafter"
+    tokenizer = ChatTokenizer(target_dir)
+    prompts = [tokenizer.render(prompt.messages) for prompt in load_suite(SuiteSpec(
+        name="chat", path="quickstart:chat", max_prompts=24))]
+    answers = Engine(target, max_concurrency=12).generate(
+        [Request(str(number), ids, 40, SamplingSpec(temperature=0.0)) for number, ids in enumerate(prompts)])
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([*prompt, *answer.token_ids])
+        [(aux, last)] = target.hidden_states([ids], (target.config.num_layers,))
+        rows.append((ids, torch.arange(len(ids)) >= len(prompt), aux.clone(), last.clone()))
+    ends = read_target_embeddings(target_dir, tie_word_embeddings=False)
+    made = FAMILY.create(DrafterSpec(family="mtp"), target.config, ends, (target.config.num_layers,),
+                         DraftVocabulary(torch.arange(target.config.vocab_size), target.config.vocab_size), 0)
+    objective = FAMILY.objective(made, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0), 256,
+                                 torch.float32)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        objective(pack_rows(rows), StepContext(step, STEPS, 0)).loss.backward()
+        optimizer.step()
+    FAMILY.save(drafter, made, "float32", None)
+
+    spec = ProveStage.model_validate_json(stage_directory(tmp_path, drafter).with_name("spec.json").read_text())
+    proven = run(tmp_path / "proven", ProveStage, prove, spec.model_copy(update={
+        "target": TargetSpec(model=str(target_dir), dtype="float32")}))
+    assert isinstance(proven, ProveReport)
+    parity = proven.parity
+    assert parity is not None
+    assert (parity.passed, parity.rounds_unexplained) == (True, 0), parity.reasons
+    assert parity.reference_histogram == parity.histogram
+    assert parity.tau > 1.2
 
 
 def test_a_checkpoint_without_its_mtp_layers_is_a_dropped_rival(tmp_path: Path) -> None:

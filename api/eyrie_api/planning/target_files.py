@@ -49,8 +49,8 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 _COMPARED_PLACES, _COMPARED_BYTES = 64, 1 << 14
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints store and a forward pass computes."""
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^model\.mtp_layers\.")
+"""Tensors that old checkpoints store and a forward pass computes, and MiMo's layers for drafting."""
 
 _READ_BY_DRAFTERS = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|lm_head|embed_out)\.\w+$")
 """Names of embedding and output matrix, and of what a quantised one is stored in."""
