@@ -226,8 +226,10 @@ class Pack:
             _same_torch(file, self.image.parents[1] / "lib/python3.12/site-packages/torch/include")
 
     def check_triton(self, directory: Path) -> None:
-        self.python(HERE / "compile_ahead.py", "triton", path=[self.work / "tree/site"],
-                    TRITON_CACHE_DIR=directory / "cache")
+        for capability in ("90", "100"):
+            print(f"  for sm_{capability}a")
+            self.python(HERE / "compile_ahead.py", "triton", path=[self.work / "tree/site"],
+                        TRITON_CACHE_DIR=directory / "cache", EYRIE_PACK_CAPABILITY=capability)
 
     def check_launch_lines(self, directory: Path) -> None:
         """The tests of launch lines, resolved by the pack's SGLang with the image's packages."""

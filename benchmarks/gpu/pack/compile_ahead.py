@@ -103,14 +103,15 @@ _OTHERWISE: dict[tuple[str, str], Any] = {  # a type, or None for a pointer to n
     **{("_verify_commit_outputs_kernel", name): None for name in ("correct", "select", "ids")}}
 
 
-def triton_kernels() -> dict[str, Callable[[], Any]]:
-    """By name: what compiles a kernel, by its signature, or by its launcher with a driver that launches nothing."""
+def triton_kernels(capability: int) -> dict[str, Callable[[], Any]]:
+    """By name: what compiles a kernel for sm_90a or sm_100a, by its signature, or by its launcher with a driver that
+    launches nothing."""
     import triton
     from sglang.kernels.ops.attention import decode_attention, extend_attention
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = GPUTarget("cuda", 90, 32)  # for which Triton writes sm_90a
+    target = GPUTarget("cuda", capability, 32)  # for 90 Triton writes sm_90a, for 100 sm_100a
 
     def compiled(module: str, name: str) -> Any:
         kernel = getattr(importlib.import_module(f"sglang.kernels.ops.{module}"), name)
@@ -159,7 +160,7 @@ def main(what: str, names: Iterable[str]) -> int:
         importlib.import_module("eyrie_gpu_pack").use_compiled(Path(os.environ["EYRIE_PACK_JIT"]))
         makers = jit_modules()
     else:
-        makers = triton_kernels()
+        makers = triton_kernels(int(os.environ["EYRIE_PACK_CAPABILITY"]))
     failures = 0
     for name in names or [name for name in makers if name != "sampling"]:
         began = time.perf_counter()
