@@ -12,7 +12,7 @@ from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.checks import (
     attention_backend_serves,
-    blocks_are_drafted_whole,
+    blocks_are_chains_within_their_length,
     check_divided,
     engine_can_compute,
 )
@@ -112,7 +112,7 @@ def test_an_attention_backend_that_cannot_serve_the_job_is_refused_at_submission
     assert "omit" in refused.value.hint
 
 
-def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:
+def test_drafters_of_blocks_are_ranked_by_chains_within_their_block_in_sglang() -> None:
     def on_gpus(**changes: Any) -> Submission:
         return submission(job_spec(**{"engine": "sglang"} | changes), "gpu")
 
@@ -125,12 +125,15 @@ def test_drafters_of_blocks_are_ranked_by_their_whole_block_in_sglang() -> None:
     assert tree(swept).num_draft_tokens == 4
     assert tree(on_gpus()) == job_spec().benchmark.tree
     for whole in (alone, swept, on_gpus()):
-        blocks_are_drafted_whole(whole)
-    with pytest.raises(InvalidInput, match=r"benchmark\.tree is 5/1/6 and .* blocks of 8 tokens") as caught:
-        blocks_are_drafted_whole(on_gpus(drafter={"family": "dflash"}, benchmark={"tree": {
-            "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}}))
-    assert "num_steps 7, top_k 1 and num_draft_tokens 8" in caught.value.hint
-    blocks_are_drafted_whole(on_gpus(engine="embedded", drafter={"family": "dflash"}))
+        blocks_are_chains_within_their_length(whole)
+    for label, shape in (("8/1/9", (8, 1, 9)), ("5/2/6", (5, 2, 6))):
+        with pytest.raises(InvalidInput, match=rf"benchmark\.tree is {label} and .* blocks of 8 tokens") as caught:
+            blocks_are_chains_within_their_length(on_gpus(drafter={"family": "dflash"}, benchmark={"tree": dict(zip(
+                ("num_steps", "top_k", "num_draft_tokens"), shape, strict=True))}))
+        assert "top_k 1 and num_steps up to 7" in caught.value.hint
+    blocks_are_chains_within_their_length(on_gpus(drafter={"family": "dflash"}, benchmark={"tree": {
+        "num_steps": 5, "top_k": 1, "num_draft_tokens": 6}}))
+    blocks_are_chains_within_their_length(on_gpus(engine="embedded", drafter={"family": "dflash"}))
     assert tree(on_gpus(drafter={"family": "dspark", "max_draft_tokens": 4})).label() == "4/1/5"
 
 

@@ -37,6 +37,14 @@ def test_a_block_is_drafted_and_verified_as_in_the_reference_engine(
         assert_same_rounds(parity(family, plain, drafted, drafter, CHAIN, prompts, in_flight=4))
 
 
+def test_a_block_shorter_than_the_trained_one_is_drafted_as_in_the_reference_engine(
+        plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
+    drafter, shorter = trained_drafter("dspark"), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+    line = flags(*drafting(drafter, shorter), "--speculative-dspark-block-size", "2")
+    with serving(line, tmp_path) as drafted:
+        assert_same_rounds(parity("dspark", plain, drafted, drafter, shorter, prompts))
+
+
 def test_a_selector_and_convolutions_propose_what_they_do_in_the_reference_engine(
         plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     """DFlash2: the trained block, with random weights that change proposals and leave some accepted."""

@@ -87,7 +87,7 @@ def windows_are_of_chains(submission: Submission) -> None:
                 "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
-def blocks_are_drafted_whole(submission: Submission) -> None:
+def blocks_are_chains_within_their_length(submission: Submission) -> None:
     """A drafter of blocks would be ranked by a draft that SGLang refuses, after it was trained. A continued drafter has
     the block that it was trained with, which is not known here."""
     job, tree = submission.job, submission.job.spec.benchmark.tree
@@ -97,13 +97,12 @@ def blocks_are_drafted_whole(submission: Submission) -> None:
         if not FAMILIES[candidate.drafter.family].drafts_blocks or candidate.drafter.init_from is not None:
             continue
         chain = block_chain(candidate.drafter, candidate.train)
-        if tree != chain:
+        if tree.top_k > 1 or tree.num_steps > chain.num_steps:
             raise InvalidInput(
                 f"benchmark.tree is {tree.label()} and a drafter of family {candidate.drafter.family!r} has blocks of "
                 f"{chain.num_draft_tokens} tokens (drafter.max_draft_tokens, by default train.ttt_length, and one "
-                "more), which SGLang drafts as a whole",
-                f"set benchmark.tree to num_steps {chain.num_steps}, top_k 1 and num_draft_tokens "
-                f"{chain.num_draft_tokens}; in a sweep, drafter.max_draft_tokens is the same for all of them")
+                "more), of which SGLang drafts chains",
+                f"set benchmark.tree to top_k 1 and num_steps up to {chain.num_steps}")
 
 
 def drafters_of_the_target(submission: Submission) -> None:
@@ -448,6 +447,6 @@ def rungs_are_at_equal_steps(submission: Submission) -> None:
 CHECKS: tuple[Check, ...] = (
     layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, attention_backend_serves,
     states_are_captured, quantised_weights_are_computed, target_files_are_whole, pods_fit_a_node, heads_are_divided,
-    layers_have_sglang_ids, blocks_are_drafted_whole, drafters_of_the_target, suites_exist, hardware_profiles_exist,
-    shards_fit_the_pod, vocabularies_fit, training_steps_fit, rungs_are_at_equal_steps)
+    layers_have_sglang_ids, blocks_are_chains_within_their_length, drafters_of_the_target, suites_exist,
+    hardware_profiles_exist, shards_fit_the_pod, vocabularies_fit, training_steps_fit, rungs_are_at_equal_steps)
 """In order: later ones assume what earlier ones have checked."""

@@ -46,9 +46,10 @@ def test_the_grid_holds_each_chain_once_and_only_possible_trees() -> None:
     assert "3/4/16" in [s.label() for s in shapes]
 
 
-def test_a_drafter_of_blocks_is_compared_as_its_whole_block_with_off_and_n_grams() -> None:
-    settings = possible_settings(TuneSpec(num_steps=(3, 5), top_k=(1, 4), num_draft_tokens=(8,)))
-    assert [one.label() for one in with_block(settings, 8) if one.method == "drafter"] == [CHAIN7.label()]
+def test_a_drafter_of_blocks_is_compared_in_chains_up_to_its_whole_block_with_off_and_n_grams() -> None:
+    settings = possible_settings(TuneSpec(num_steps=(3, 5, 9), top_k=(1, 4), num_draft_tokens=(8, 16)))
+    assert [one.label() for one in with_block(settings, 8) if one.method == "drafter"] == [
+        "3/1/4", "5/1/6", CHAIN7.label()]
     assert [one for one in with_block(settings, 8) if one.method != "drafter"] == [
         one for one in settings if one.method != "drafter"]
 

@@ -265,8 +265,9 @@ class DFlashProposer:
         body = {f"model.{name}": tensor for name, tensor in tensors.items()
                 if not name.startswith((_MARKOV, "confidence_head.", SELECTOR))}
         convolved = "layers.0.mlp_conv.base_kernel" in tensors
+        self._convolutions = Convolutions(tensors, config.block_size) if convolved else None
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
-                                  around=Convolutions(tensors, config.block_size) if convolved else None)
+                                  around=self._convolutions)
         self.max_length = config.decoder.max_position_embeddings
 
     @property
@@ -297,9 +298,11 @@ class DFlashProposer:
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One pass over the block of each row, and the tree of its marginals; with a Markov head one that grows by
-        token."""
+        token. Of a draft less deep than the trained block the positions behind it are not computed, as in SGLang."""
         assert isinstance(state, DFlashState)
-        size = self._config.block_size
+        size = min(self._config.block_size, self._config.first + shape.num_steps)
+        if self._convolutions is not None:
+            self._convolutions.block_size = size
         chosen = RowLengths.of(rows, [state.cache.settled[row] for row in rows])
         tokens_BC = upload([[state.last[row], *[self._config.mask_token_id] * (size - 1)] for row in rows])
         positions_BC = chosen.lengths_B1 + torch.arange(size)

@@ -47,7 +47,8 @@ class Convolutions:
     """`targets.model.Around`: the convolutions of all sublayers of a drafter."""
 
     def __init__(self, tensors: Mapping[str, Tensor], block_size: int) -> None:
-        self._tensors, self._block_size = tensors, block_size
+        """`block_size`: positions of a block, until another is set."""
+        self._tensors, self.block_size = tensors, block_size
 
     def before(self, layer: int, sublayer: str, x_MH: Tensor) -> tuple[Tensor, Tensor]:
         """The convolved input, and the kernel of the output."""
@@ -60,8 +61,8 @@ class Convolutions:
         return self.after(x_MH, kernel_M2TH[:, 0]), kernel_M2TH[:, 1]
 
     def after(self, x_MH: Tensor, kernel_MTH: Tensor) -> Tensor:
-        x_RCH, kernel_RCTH = (part.unflatten(0, (-1, self._block_size)) for part in (x_MH, kernel_MTH))
-        shifted = [F.pad(x_RCH, (0, 0, tap, 0))[:, : self._block_size] for tap in range(kernel_RCTH.shape[2])]
+        x_RCH, kernel_RCTH = (part.unflatten(0, (-1, self.block_size)) for part in (x_MH, kernel_MTH))
+        shifted = [F.pad(x_RCH, (0, 0, tap, 0))[:, : self.block_size] for tap in range(kernel_RCTH.shape[2])]
         return (kernel_RCTH * torch.stack(shifted, 2)).sum(2).flatten(0, 1)
 
 

@@ -8,8 +8,8 @@ top_k. Every command line rendered here sets all of them, the memory fraction an
 same `SharedServerArgs` have the same values, with a backend that supports every compared setting.
 
 *A drafter served differently than trained.* Its window (`drafter.sliding_window`) is applied by few backends and in no
-tree; the others draft with different keys, without a warning. A drafter of blocks drafts blocks of another length than
-it was trained for if the flag says so. Both are rejected (`check_launchable`).
+tree; the others draft with different keys, without a warning. A drafter of blocks drafts longer blocks than it
+was trained for if the flag says so. Both are rejected (`check_launchable`).
 
 *Less speculation than configured.* Adaptive speculation falls back to a static setting with a warning in the log for
 drafters of other algorithms than EAGLE; a drafter next to a quantised target is quantised too. Such combinations are
@@ -310,10 +310,10 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
         if tree is not None and tree.top_k > 1:
             raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
                                "use top_k 1, or serve the tree with the embedded engine")
-        if tree is not None and drafter.block_size not in (None, tree.num_draft_tokens):
-            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not that of the drafter's block, "
-                               f"{drafter.block_size}: SGLang would draft blocks of another length and only log it",
-                               f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
+        if tree is not None and drafter.block_size is not None and tree.num_draft_tokens > drafter.block_size:
+            raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is more than the drafter's block, "
+                               f"{drafter.block_size}: SGLang would draft positions that were not trained and only log "
+                               f"it", f"use num_steps up to {drafter.block_size - 1}")
     if drafter.context_length < shared.context_length:
         raise Unlaunchable(
             f"the drafter has {drafter.context_length} positions (max_position_embeddings), fewer than the "

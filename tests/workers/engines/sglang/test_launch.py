@@ -404,7 +404,7 @@ STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, 
     (drafted("DFLASH", map=ADAPTIVE, adaptive_path="/a"), "adaptive"),
     (drafted("DFLASH", machine="cpu"), "cpu"),
     (drafted("DFLASH", TREE), "top_k is 4"),
-    (drafted("DFLASH", block_size=8), "drafter's block, 8"),
+    (drafted("DFLASH", block_size=4), "drafter's block, 4"),
 ])
 def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: LaunchPlan, word: str) -> None:
     with pytest.raises(Unlaunchable, match=word) as error:

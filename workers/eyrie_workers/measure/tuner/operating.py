@@ -52,9 +52,14 @@ def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
 
 
 def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, ...]:
-    """The settings with the one shape that SGLang drafts with a drafter of blocks, in place of the drafter's shapes."""
-    chain = DraftTreeShape(num_steps=block_size - 1, top_k=1, num_draft_tokens=block_size)
-    return (OFF, Setting(tree=chain), *(setting for setting in settings if setting.method == "ngram"))
+    """The settings with those that SGLang drafts with a drafter of blocks, in place of the drafter's shapes: chains of
+    the whole block and of its first tokens."""
+    trees = [setting.tree for setting in settings if setting.method == "drafter" and setting.tree is not None]
+    shorter = {tree.num_steps for tree in trees if tree.num_steps < block_size}
+    chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1)
+              for depth in sorted({*shorter, block_size - 1})]
+    return (OFF, *(Setting(tree=chain) for chain in chains),
+            *(setting for setting in settings if setting.method == "ngram"))
 
 
 def depth_against_width(predictions: Sequence[PredictedSpeed]) -> str:
