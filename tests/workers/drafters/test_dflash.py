@@ -16,7 +16,7 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load, mask_token, read_dflash_config
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load, mask_token
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import FamilyImplementation, open_drafter
@@ -251,8 +251,10 @@ def test_the_export_is_what_sglang_reads_and_other_configs_are_refused(target: T
                          (changed(num_target_layers=True), "num_target_layers"),
                          (config | {"dflash_config": None}, "dflash_config"),
                          (config | {"attention_bias": True}, "bias"), (config | {"model_type": "llama"}, "Qwen3")):
+        (directory / "config.json").write_text(json.dumps(wrong))
         with pytest.raises(CheckpointInvalid, match=named):
-            read_dflash_config("drafter", wrong)
+            load(directory)
+    (directory / "config.json").write_text(json.dumps(config))
     other = load_target(tiny_target(tmp_path / "other", num_layers=6))
     with pytest.raises(CheckpointInvalid, match="this target has"):
         open_drafter(directory, other)

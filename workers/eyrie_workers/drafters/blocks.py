@@ -53,7 +53,6 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES, markov_rank
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -374,18 +373,6 @@ def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None)
     checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
-def read_dflash_config(name: str, config: Mapping[str, Any]) -> DFlashConfig:
-    """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
-    family = _family(config)
-    checkpoint.refuse(name, config_rules(family, config))
-    own = config["dflash_config"]
-    markov = MarkovConfig(config["markov_head_type"], config["markov_rank"]) if family == "dspark" else None
-    return DFlashConfig(checkpoint.parse_decoder(name, config), own["block_size"],
-                        tuple(layer + 1 for layer in own["target_layer_ids"]), own["num_target_layers"],
-                        own["mask_token_id"], markov, bool(config.get("enable_confidence_head")),
-                        SelectorConfig.of(own) if "selector_top_k" in own else None)
-
-
 def _family(config: Mapping[str, Any]) -> str:
     return "dspark" if config.get("architectures") == [FAMILIES["dspark"].architecture] else "dflash"
 
@@ -393,13 +380,14 @@ def _family(config: Mapping[str, Any]) -> str:
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    written = checkpoint.read_config(directory)
-    config, family = read_dflash_config(directory.name, written), _family(written)
-    tensors = checkpoint.read_tensors(directory)
-    checkpoint.check_tensors(directory.name, tensors, expected_tensors(family, written))
-    if target is not None:
-        checkpoint.refuse_another_target(directory.name, family, written, target)
-    return config, tensors
+    family = _family(checkpoint.read_config(directory))
+    written, decoder, tensors = checkpoint.read_checkpoint(directory, family, target)
+    own = written["dflash_config"]
+    markov = MarkovConfig(written["markov_head_type"], written["markov_rank"]) if family == "dspark" else None
+    return DFlashConfig(decoder, own["block_size"], tuple(layer + 1 for layer in own["target_layer_ids"]),
+                        own["num_target_layers"], own["mask_token_id"], markov,
+                        bool(written.get("enable_confidence_head")),
+                        SelectorConfig.of(own) if "selector_top_k" in own else None), tensors
 
 
 def load_drafter(directory: Path) -> DFlashDrafter:

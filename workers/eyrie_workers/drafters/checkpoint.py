@@ -19,7 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
-from eyrie_api.planning.drafter_rules import Finding, Header, TargetSizes, fit_rules, tensor_rules
+from eyrie_api.planning.drafter_rules import (
+    Finding,
+    Header,
+    TargetSizes,
+    config_rules,
+    expected_tensors,
+    fit_rules,
+    tensor_rules,
+)
 from eyrie_workers.drafters.card import CARD, CONFIG, README, WEIGHTS, Card, write_card
 from eyrie_workers.targets.config import RopeConfig, TargetConfig, parse_drafter_config
 from eyrie_workers.targets.loading import stored_tensors
@@ -89,6 +97,19 @@ def parse_decoder(drafter: str, config: Mapping[str, Any]) -> TargetConfig:
         return parse_drafter_config(config)
     except UnsupportedTarget as error:
         raise CheckpointInvalid(f"drafter {drafter}: {error.message}", error.hint) from error
+
+
+def read_checkpoint(directory: Path, family: str,
+                    target: TargetConfig | None = None) -> tuple[dict[str, Any], TargetConfig, dict[str, Tensor]]:
+    """`config.json`, the decoder layers that it describes, and the tensors of a drafter of layers, for this target if
+    one is given. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
+    written = read_config(directory)
+    refuse(directory.name, config_rules(family, written))
+    config, tensors = parse_decoder(directory.name, written), read_tensors(directory)
+    check_tensors(directory.name, tensors, expected_tensors(family, written))
+    if target is not None:
+        refuse_another_target(directory.name, family, written, target)
+    return written, config, tensors
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -50,7 +50,6 @@ from torch import Tensor, nn
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
@@ -290,13 +289,9 @@ def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: 
                                 checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
-def load(directory: Path) -> Eagle1Drafter:
-    """Read and check a drafter. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    written = checkpoint.read_config(directory)
-    checkpoint.refuse(directory.name, config_rules("eagle1", written))
-    config = checkpoint.parse_decoder(directory.name, written)
-    tensors = checkpoint.read_tensors(directory)
-    checkpoint.check_tensors(directory.name, tensors, expected_tensors("eagle1", written))
+def load(directory: Path, target: TargetConfig | None = None) -> Eagle1Drafter:
+    """Read and check a drafter, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
+    _, config, tensors = checkpoint.read_checkpoint(directory, "eagle1", target)
     with torch.device("meta"):
         drafter = Eagle1Drafter(config)
     drafter.load_state_dict(tensors, strict=True, assign=True)
@@ -304,11 +299,8 @@ def load(directory: Path) -> Eagle1Drafter:
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    drafter = load(directory)
-    checkpoint.refuse_another_target(str(directory), "eagle1", checkpoint.read_config(directory), target.config)
-    return Eagle1Proposer(drafter, target)
+    return Eagle1Proposer(load(directory, target.config), target)
 
 
 FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, _load_proposer,
-                              validator_by_loading("eagle1", lambda directory, _target: load(directory)),
-                              load=load, learning_rate=4e-3)
+                              validator_by_loading("eagle1", load), load=load, learning_rate=4e-3)

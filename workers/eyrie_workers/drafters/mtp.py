@@ -30,7 +30,6 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_api.planning.sglang_support import MARK, MTP_LAYER
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
@@ -259,13 +258,9 @@ def save(directory: Path, drafter: MtpDrafter, dtype: str = "float32", card: Car
     checkpoint.write_checkpoint(directory, config, checkpoint.as_stored(tensors, dtype), card)
 
 
-def load(directory: Path) -> MtpDrafter:
-    """Read and check a layer. Raises ArtifactMissing, or CheckpointInvalid listing the violations of the format."""
-    written = checkpoint.read_config(directory)
-    checkpoint.refuse(directory.name, config_rules("mtp", written))
-    tensors = checkpoint.read_tensors(directory)
-    checkpoint.check_tensors(directory.name, tensors, expected_tensors("mtp", written))
-    config = checkpoint.parse_decoder(directory.name, written)
+def load(directory: Path, target: TargetConfig | None = None) -> MtpDrafter:
+    """Read and check a layer, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
+    _, config, tensors = checkpoint.read_checkpoint(directory, "mtp", target)
     with torch.device("meta"):
         drafter = MtpDrafter(config)
     drafter.load_state_dict({name.removeprefix(MTP_LAYER): tensor for name, tensor in tensors.items()}, strict=True,
@@ -274,11 +269,8 @@ def load(directory: Path) -> MtpDrafter:
 
 
 def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    drafter = load(directory)
-    checkpoint.refuse_another_target(str(directory), "mtp", checkpoint.read_config(directory), target.config)
-    return MtpProposer(drafter, target)
+    return MtpProposer(load(directory, target.config), target)
 
 
 FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, _load_proposer,
-                              validator_by_loading("mtp", lambda directory, _target: load(directory)),
-                              learning_rate=1e-3)
+                              validator_by_loading("mtp", load), learning_rate=1e-3)

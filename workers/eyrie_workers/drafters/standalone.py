@@ -40,7 +40,6 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.drafter_rules import config_rules, expected_tensors
 from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
@@ -239,13 +238,7 @@ def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | 
 def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
     """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
     CheckpointInvalid."""
-    written = checkpoint.read_config(directory)
-    checkpoint.refuse(directory.name, config_rules("standalone", written))
-    config = checkpoint.parse_decoder(directory.name, written)
-    tensors = checkpoint.read_tensors(directory)
-    checkpoint.check_tensors(directory.name, tensors, expected_tensors("standalone", written))
-    if target is not None:
-        checkpoint.refuse_another_target(directory.name, "standalone", written, target)
+    _, config, tensors = checkpoint.read_checkpoint(directory, "standalone", target)
     return config, tensors
 
 
