@@ -17,7 +17,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
 PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
-.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-published demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu bench-gpu gpu-pack sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
+.PHONY: help image-api image-operator image-workers image-sglang test-images setup demo demo-short demo-sglang demo-sglang-short demo-published demo-stop test test-slow test-wheel test-architectures test-sglang test-vllm test-cluster rehearse-seed test-helm test-browser test-kernels test-gpu test-gpu-multi bench-gpu gpu-pack sbom requirements audit console-assets docs lint bench bench-load bench-control bench-console bench-tuner bench-decisions bench-drift bench-store bench-scratch bench-sglang-capture bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -126,6 +126,10 @@ test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ah
 test-gpu:  ## kernels, capture, training steps and the engine on this machine's GPU; without set-up: PYTHON=python3 WHEELS=dir
 	@$(WITH_IMAGE) $(PYTEST_ALONE) tests/kernels tests/kernels + \
 		$(PYTEST_ALONE) tests/gpu tests/gpu/test_kernels_at_size.py tests/gpu/test_on_a_gpu.py
+
+# Without GPUs training and capture run as four processes on the CPU. EYRIE_SGLANG_PROGRAM names an SGLang for the others.
+test-gpu-multi: setup  ## training, capture, regeneration and serving on two GPUs or more, each compared with one
+	@EYRIE_TEST_SEVERAL_GPUS=1 $(BIN)/pytest -v -rs --timeout 1200 tests/gpu/test_several_gpus.py
 
 bench-gpu:  ## measurements on a GPU, 21 minutes at most, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
 	@$(WITH_IMAGE) -m benchmarks.gpu --out .eyrie/bench
