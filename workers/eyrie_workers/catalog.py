@@ -7,6 +7,7 @@ This table defines a job's directory on one machine:
 The folder `state/` holds what a killed stage resumes from; it is not read after the manifest exists.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ SHARD_PATTERN = "shard-*.states"
 
 MODEL_CACHE_VARIABLE = "EYRIE_MODEL_CACHE"
 """Environment variable of the pods of a cluster that has a model cache: its directory."""
+
+KEEPER_VARIABLE = "EYRIE_SERVER_KEEPER"
+"""Environment variable of the stages of a run on one machine that has a keeper of servers: its process id, and the name
+of its socket in the abstract namespace."""
 
 STORE_ADDRESS_FILE = ".store-address"
 """File in the directory of a stage whose shards or answers are not on this machine: the address of the artifact store
@@ -101,6 +106,11 @@ def command(stage: StageName, directory: Path, *, before: bool = False) -> list[
         sys.executable, "-m", CATALOG[stage].before if before else CATALOG[stage].module,
         "--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json"),
     ]
+
+
+def keeper_command(listener: int) -> list[str]:
+    """The command line of the keeper of servers, a child of this process that inherits the descriptor of its socket."""
+    return [sys.executable, "-m", "eyrie_workers.engines.server_keeper", str(os.getpid()), str(listener)]
 
 
 def sweep_command(directories: Sequence[Path], rungs: Sequence[float]) -> list[str]:

@@ -117,11 +117,18 @@ class ProveReport(Frozen):
     restarts: int = 0
     """Servers that ended while they were measured and were started again."""
 
+    starts: int = 0
+    """Servers that were started, over all runs of the stage; not those that the stage before has passed on."""
+
     launch: tuple[str, ...] = Field((), max_length=4096)
     """The candidate's command line in the serving engine, without secrets."""
 
     environment: Environment
     seconds: float
+
+
+_LEAST_AT_ONCE = 8
+"""Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
 
 
 class ProveSpec(Frozen):
@@ -151,6 +158,13 @@ class ProveSpec(Frozen):
     """After the proof, measure the drafter and no drafter on several kinds of hardware: tokens per second for one user
     and for each GPU, time to first token, and money per million tokens at each load. The job ends when they are
     measured."""
+
+    def at_once(self, limit: int | None) -> int:
+        """Requests that a server of the proof decodes at once.
+
+        limit   of the endpoint (`serve.max_concurrency`); None: the highest declared load, where that is not low
+        """
+        return limit or max(_LEAST_AT_ONCE, *self.concurrencies)
 
     @property
     def profile_names(self) -> tuple[str, ...]:

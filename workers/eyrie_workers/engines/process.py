@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.targets import Dtype
@@ -24,6 +24,9 @@ from eyrie_api.contract.tuning import DrafterUse, Method, OperatingMap
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
+
+READY_FILE = "ready.json"
+"""Next to the log of an engine."""
 
 _POLL_S = 0.05
 _OFF = DrafterUse()
@@ -82,10 +85,35 @@ class EngineFailed(EyrieError):
     exit_code = 70
 
 
+class Process(Protocol):
+    """What is used of `subprocess.Popen`: a server's process may be the child of another (`server_keeper`)."""
+
+    @property
+    def pid(self) -> int:
+        ...
+
+    def poll(self) -> int | None:
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        ...
+
+
+class StartProcess(Protocol):
+    """`start_process`, or the same in the keeper of servers."""
+
+    def __call__(self, command: Sequence[str], log_file: Path,
+                 environment: Mapping[str, str] | None = None) -> Process:
+        ...
+
+
 class ServerProcess(ABC):
     """A server of either engine as a child process: its own session, killed as a group."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     log_file: Path
     url: str
     """Base URL, without /v1."""
@@ -127,15 +155,17 @@ class ServerProcess(ABC):
         raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
 
     def ticks(self) -> dict[int, int]:
-        """Clock ticks that each process of its group has computed, by process id."""
-        ticks = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+        """See `group_ticks`."""
+        return group_ticks(self.process.pid)
+
+    def memory_bytes(self) -> int:
+        """Main memory of its processes, pages that several share counted once."""
+        kib = 0
+        for pid in self.ticks():
             with contextlib.suppress(OSError):  # a process that ends meanwhile
-                # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
-                fields = stat.read_text().rsplit(")", 1)[1].split()
-                if int(fields[2]) == self.process.pid:
-                    ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-        return ticks
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        return kib * 1024
 
     def stop(self, timeout_s: float = 15.0) -> int:
         """Stop it: SIGTERM, on which it finishes running requests, then SIGKILL to the rest of its process group.
@@ -143,7 +173,7 @@ class ServerProcess(ABC):
         Returns the exit code. With `timeout_s` 0 it is killed at once.
         """
         if self.process.poll() is None and timeout_s > 0:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
         children = self.ticks().keys() - {self.process.pid}
@@ -154,18 +184,33 @@ class ServerProcess(ABC):
         return code
 
 
-def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) \
-        -> subprocess.Popen[bytes]:
-    """Start a server, its output in `log_file`. It is killed when this process ends, even by SIGKILL."""
+def group_ticks(leader: int) -> dict[int, int]:
+    """Clock ticks that each process of a group has computed, by process id."""
+    ticks = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that ends meanwhile
+            # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == leader:
+                ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+    return ticks
+
+
+def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None,
+                  directory: str | None = None) -> subprocess.Popen[bytes]:
+    """Start a server, its output in `log_file`. It is killed when this process ends, even by SIGKILL.
+
+    directory   that it works in; default: this process's
+    """
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as log:
         return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT,
-                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment, cwd=directory)
 
 
 @dataclass
 class EngineProcess(ServerProcess):
-    process: subprocess.Popen[bytes]
+    process: Process
     ready_file: Path
     log_file: Path
     command: tuple[str, ...] = ()
@@ -186,9 +231,9 @@ class EngineProcess(ServerProcess):
         """Nothing to do: the engine shares no prefixes, and its n-gram look-up reads the text of the request alone."""
 
 
-def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:
+def start_engine(command: EngineCommand, directory: Path, start: StartProcess = start_process) -> EngineProcess:
     """Start an engine, with log and ready file in `directory`; does not wait until it is ready."""
-    ready_file, log_file = directory / "ready.json", directory / "engine.log"
+    ready_file, log_file = directory / READY_FILE, directory / "engine.log"
     ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
     argv = tuple(command.argv(ready_file))
-    return EngineProcess(start_process(argv, log_file), ready_file, log_file, argv)
+    return EngineProcess(start(argv, log_file), ready_file, log_file, argv)

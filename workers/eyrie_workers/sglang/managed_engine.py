@@ -32,6 +32,7 @@ from eyrie_api.contract.tuning import Setting
 from eyrie_api.errors import EyrieError
 from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
 from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.server_keeper import Keeper
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import SglangServer
 from eyrie_workers.sglang.servers import DrafterUses, ServerHistory, ServerPlan, ServerPool, shared_context_length
@@ -159,12 +160,13 @@ class SglangEngine:
     same_samples = False
 
     def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage,
-                 history: ServerHistory) -> None:
+                 history: ServerHistory, keeper: Keeper | None = None) -> None:
         """An engine without servers; `start` starts them.
 
         possible    every variant that `start` may be given: all servers have the same arguments but for drafting
         directory   of the servers' logs
         history     of this stage's servers
+        keeper      where they are started
 
         Raises InvalidInput when not one server fits the memory, or SGLang does not support a variant (Unlaunchable).
         """
@@ -173,7 +175,7 @@ class SglangEngine:
         self._warm: dict[str, SglangServer] = {}
         self._on_cpu = (plan.machine or detect_hardware()).platform == "cpu"
         self._context_length = shared_context_length(plan, possible)
-        self._pool = ServerPool(plan, possible, directory, stage, history)
+        self._pool = ServerPool(plan, possible, directory, stage, history, keeper=keeper)
 
     def describe(self) -> EngineUsed:
         limits = (f"{GREEDY_ONLY}: that drafting keeps the distribution of sampled answers was not shown in this "
@@ -181,7 +183,7 @@ class SglangEngine:
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
         machine = self._plan.machine or detect_hardware()
         return EngineUsed(kind="sglang", version=self._history.version or "unknown", dtype=self._plan.target.dtype,
-                          device=machine.name, limits=limits, restarts=self.restarts)
+                          device=machine.name, limits=limits, restarts=self.restarts, starts=self._history.starts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
         return GREEDY_ONLY if self._on_cpu and temperature > 0.0 and setting.tree is not None else None
@@ -197,12 +199,11 @@ class SglangEngine:
     def start(self, uses: Variants) -> dict[str, EyrieError]:
         unknown = [name for name, use in uses.items() if self._pool.uses.get(name) != use]
         assert not unknown, f"variants {unknown} are not among the possible ones"
-        before = set(self._pool.resident)
+        before = self._history.starts
         failed = self._pool.make_ready(list(uses))
-        new = [name for name in self._pool.resident if name not in before]
-        if new:
-            self._stage.event("ServersReady", f"{len(new)} SGLang servers started: {', '.join(new)}; "
-                              f"{len(self._pool.resident)} of at most {self._pool.capacity} are resident")
+        if new := self._history.starts - before:
+            self._stage.event("ServersReady", f"{new} SGLang servers started; {len(self._pool.resident)} of at most "
+                              f"{self._pool.capacity} are resident: {', '.join(self._pool.resident)}")
         return failed
 
     def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
@@ -225,7 +226,6 @@ class SglangEngine:
                 answers, seconds = generate(server.url, requests, concurrency, self._context_length, truncate=truncate)
                 return EngineRun(answers, seconds, server.cpu_seconds() - cpu)
             except EngineFailed as error:
-                self._stage.pause_point()
                 self._pool.recover(variant, error)
 
     def stop(self) -> None:

@@ -113,9 +113,6 @@ VARIANTS = "variants"  # folder of the servers' files
 _COMPARED_PROMPTS = 8  # of the proof, in addition to the probe's conversations
 _REPEATS = 2  # blocks per level where servers do not fit next to each other
 _WARMUP_REQUESTS = 2
-_LEAST_CONCURRENCY = 8
-"""Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
-
 
 StandingOf = Callable[[PairedRatios, LevelResults, LevelResults], Standing]
 """Of the candidate's comparison with the baseline, from their results so far."""
@@ -249,7 +246,7 @@ class Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Check the tuned drafter in the serving engine."""
     started = time.monotonic()
-    concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.concurrencies)
+    concurrency = spec.prove.at_once(spec.max_concurrency)
     engine = spec.engine
     groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
     plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, engine=engine,
@@ -304,7 +301,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
         "changed_parity": parity.changed_parity, "loaded_parity": parity.loaded_parity,
         "sampled_parity": parity.sampled_parity,
         "prompt_differences": collected.answers.prompt_differences, "disturbed": proof.disturbed,
-        "restarts": proof.history.restarts, "launch": launch, "seconds": time.monotonic() - started})
+        "restarts": proof.history.restarts, "starts": proof.history.starts, "launch": launch,
+        "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
         stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
     holds = report.parity is not None and all(
@@ -402,8 +400,9 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
     if not left:
         return
     stage, uses = proof.stage, proof.uses
-    with measuring(stage) as disturbed:
-        proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history)
+    with measuring(stage) as measurement:
+        proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history,
+                                       keeper=measurement.keeper)
         try:
             # Start as many servers as fit. An incumbent or a rival that cannot start is left out; others are required.
             if pool.capacity < len(uses):
@@ -423,7 +422,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
                 proof.done += check.num_requests
         finally:
             pool.stop()
-    proof.disturbed = "".join(disturbed)
+    proof.disturbed = measurement.disturbed
 
 
 def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:
