@@ -291,7 +291,8 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         with_room(run_dir, lambda: write_model(run_dir / "run.json", handle))
         for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)
-        with _server_keeper() if job.spec.engine.kind == "sglang" else contextlib.nullcontext():
+        is_kept = job.spec.engine.kind == "sglang" and sys.platform == "linux"
+        with _server_keeper() if is_kept else contextlib.nullcontext():
             failure = _run_with_room(job_dir, job)
         state: Literal["succeeded", "failed"] = "succeeded" if failure is None else "failed"
         result = RunResult(run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",

@@ -1,4 +1,4 @@
-"""Engines as child processes: start, readiness, stop; and the command line of the embedded engine.
+"""Engines as processes: start, readiness, stop; and the command line of the embedded engine.
 
 Does not import torch, so that the control plane, a test or a load generator can run an engine without loading a model.
 SGLang's part is in `sglang.process`.
@@ -111,7 +111,7 @@ class StartProcess(Protocol):
 
 
 class ServerProcess(ABC):
-    """A server of either engine as a child process: its own session, killed as a group."""
+    """A server of either engine as a child of this process or of the keeper: its own session, killed as a group."""
 
     process: Process
     log_file: Path

@@ -21,6 +21,8 @@ memory taken. It is passed as open descriptors, because a flock belongs to the o
 GPUs run at the same time, each with servers and locks of its own share; a measurement of the whole machine ends those.
 
 CPU time of kept servers counts as the stage's own (`cpu_seconds`), and their processes on a GPU are not other work.
+Two things differ from a server of the stage's own: the noise of sampled answers goes on where it was, which no figure
+depends on, and it may be older than the server that it is compared with, which both being warmed up makes up for.
 In a pod, in a stage started by hand, and when the keeper has been killed, a stage's servers are its own children.
 
 A message is one packet: a JSON object, with descriptors. Only processes of the same user are answered. Linux only, like

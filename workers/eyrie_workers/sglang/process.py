@@ -6,7 +6,7 @@ transformers, and is reached over HTTP. The program that starts it is configurab
     EYRIE_SGLANG_PROGRAM   a command in shell syntax; default `python -m sglang.launch_server`
 
 The arguments are rendered in `launch`. One server is several processes (HTTP, scheduler, detokenizer); it has its own
-session so that all of them can be killed, and is killed when this process ends (`engines.parent_death_signal`).
+session so that all of them can be killed, and is killed when its parent ends (`engines.parent_death_signal`).
 
 Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes for one of 50 GB. `/ready` returns 200
 once the weights are loaded, the graphs captured and the warm-up request answered.

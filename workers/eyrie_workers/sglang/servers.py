@@ -1,4 +1,4 @@
-"""The servers of a comparison: one per variant, equal in everything but drafting, stopped with the stage.
+"""The servers of a comparison: one per variant, equal in everything but drafting.
 
 A variant is served by the serving engine with a drafter, with n-gram lookup, or without speculation (`DrafterUse`). An
 idle server uses memory and no CPU time, so the servers of all variants run on one machine at the same time, as far as
@@ -10,7 +10,8 @@ phase from their logs.
 Prove also measures the embedded engine, as processes of its server: `start_server` alone distinguishes the engines.
 
 A stage may be killed at any line. A server that survived it would disturb the next measurement and keep its memory, so
-every server is killed when the stage ends (`engines.parent_death_signal`).
+every server is killed when the stage ends (`engines.parent_death_signal`), except those that a stage which ended well
+passes on (`engines.server_keeper`): the next one continues with servers of equal keys (`server_key`).
 """
 
 import hashlib

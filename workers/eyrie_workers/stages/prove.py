@@ -28,9 +28,9 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`sglang.servers`), and are flushed and warm before each block of a load
-test. A block, and a check of answers, during which a server ends is repeated once with a new one; the report counts
-these restarts.
+stage resumes. Servers that tuning has passed on are used; all exit with the stage (`sglang.servers`), and are flushed
+and warm before each block of a load test. A block, and a check of answers, during which a server ends is repeated once
+with a new one; the report counts these restarts.
 """
 
 import itertools
