@@ -55,7 +55,7 @@ from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Ru
 from eyrie_pipelines.several_gpus import SHARES, gpu_shares
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.tasks import load_job
-from eyrie_workers.catalog import KEEPER_VARIABLE, keeper_command
+from eyrie_workers.catalog import KEEPER_VARIABLE
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL. A stage saves its state at the next pause point; work since the last save is
@@ -66,6 +66,8 @@ _ALREADY_RUNNING_EXIT_CODE = 3
 _LOG_FILE = "pipeline.log"
 _MODULE = "eyrie_pipelines.local"
 """Of the leader's command line."""
+
+_KEEPER = "eyrie_workers.engines.server_keeper"
 
 
 class RunHandle(Frozen):
@@ -303,13 +305,13 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
 
 @contextlib.contextmanager
 def _server_keeper() -> Iterator[None]:
-    """Run the process that keeps servers from one stage to the next (`eyrie_workers.engines.server_keeper`)."""
+    """Run the process that keeps servers from one stage to the next."""
     name = f"eyrie-servers-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        keeper = subprocess.Popen(keeper_command(listener.fileno()), stdin=subprocess.DEVNULL,
-                                  pass_fds=[listener.fileno()])
+        keeper = subprocess.Popen([sys.executable, "-m", _KEEPER, str(os.getpid()), str(listener.fileno())],
+                                  stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
     os.environ[KEEPER_VARIABLE] = f"{keeper.pid} {name}"
     try:
         yield

@@ -7,7 +7,6 @@ This table defines a job's directory on one machine:
 The folder `state/` holds what a killed stage resumes from; it is not read after the manifest exists.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,11 +105,6 @@ def command(stage: StageName, directory: Path, *, before: bool = False) -> list[
         sys.executable, "-m", CATALOG[stage].before if before else CATALOG[stage].module,
         "--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json"),
     ]
-
-
-def keeper_command(listener: int) -> list[str]:
-    """The command line of the keeper of servers, a child of this process that inherits the descriptor of its socket."""
-    return [sys.executable, "-m", "eyrie_workers.engines.server_keeper", str(os.getpid()), str(listener)]
 
 
 def sweep_command(directories: Sequence[Path], rungs: Sequence[float]) -> list[str]:

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,9 +125,7 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
     wanted = [(LOCK_NAME, fcntl.LOCK_SH if gpus else fcntl.LOCK_EX),
               *((_GPU_LOCK_NAME.format(gpu), fcntl.LOCK_EX) for gpu in sorted(gpus))]
     descriptors = list(held)
-    with ExitStack() as opened:
-        for descriptor in held:
-            opened.callback(os.close, descriptor)
+    try:
         for name, kind in wanted if not held else ():
             # Opened read-only, created only when missing: other users lock the same file, and Linux refuses O_CREAT on
             # another user's file in a sticky directory (fs.protected_regular). Two processes may both find it missing;
@@ -136,7 +134,7 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
                 descriptor = os.open(parent / name, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 descriptor = os.open(parent / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            opened.callback(os.close, descriptor)
+            descriptors.append(descriptor)
             while True:
                 try:
                     fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -144,8 +142,10 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
                 except BlockingIOError:
                     while_waiting()
                     time.sleep(_POLL_S)
-            descriptors.append(descriptor)
         yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,15 @@ class GpuReading:
         """The current reading; None without a GPU.
 
         gpus     ids, as in CUDA_VISIBLE_DEVICES
-        keeper   a process whose children work for this one, by its id
+        keeper   id of a process whose children work for this one
         """
         if not gpus:
             return None
         counters = ",".join(f"clocks_event_reasons_counters.{name}" for name in _SLOWDOWNS)
         rows = [row.split(",", 1) for row in _nvidia_smi(gpus, "--query-compute-apps=pid,process_name")]
+        ours = (os.getpid(), keeper)
         return cls(time.monotonic(), read_slowdowns(_nvidia_smi(gpus, f"--query-gpu=index,{counters}")), frozenset(
-            f"{name.strip()} (pid {pid})" for pid, name in rows if pid.isdigit() and _is_other(int(pid), keeper)))
+            f"{name.strip()} (pid {pid})" for pid, name in rows if pid.isdigit() and _is_other(int(pid), ours)))
 
 
 def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
@@ -236,10 +237,9 @@ def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
         return []
 
 
-def _is_other(pid: int, keeper: int) -> bool:
-    """Whether a process is neither this one nor the keeper, nor below them. One that is not seen here has ended, or is
-    of a container with ids of its own."""
-    ours = (os.getpid(), keeper)
+def _is_other(pid: int, ours: Sequence[int]) -> bool:
+    """Whether a process is none of ours, nor below them. One that is not seen here has ended, or is of a container with
+    ids of its own."""
     try:
         while pid > 1 and pid not in ours:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

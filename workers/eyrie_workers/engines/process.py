@@ -1,4 +1,4 @@
-"""Engines as processes: start, readiness, stop; and the command line of the embedded engine.
+"""Engines as child processes: start, readiness, stop; and the command line of the embedded engine.
 
 Does not import torch, so that the control plane, a test or a load generator can run an engine without loading a model.
 SGLang's part is in `sglang.process`.
@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.targets import Dtype
@@ -25,9 +25,7 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
-READY_FILE = "ready.json"
-"""Next to the log of an engine."""
-
+READY_FILE = "ready.json"  # next to the log
 _POLL_S = 0.05
 _OFF = DrafterUse()
 TreesByBatchSize = dict[int, DraftTreeShape | None]
@@ -85,35 +83,10 @@ class EngineFailed(EyrieError):
     exit_code = 70
 
 
-class Process(Protocol):
-    """What is used of `subprocess.Popen`: a server's process may be the child of another (`server_keeper`)."""
-
-    @property
-    def pid(self) -> int:
-        ...
-
-    def poll(self) -> int | None:
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        ...
-
-    def send_signal(self, sig: int) -> None:
-        ...
-
-
-class StartProcess(Protocol):
-    """`start_process`, or the same in the keeper of servers."""
-
-    def __call__(self, command: Sequence[str], log_file: Path,
-                 environment: Mapping[str, str] | None = None) -> Process:
-        ...
-
-
 class ServerProcess(ABC):
-    """A server of either engine as a child of this process or of the keeper: its own session, killed as a group."""
+    """A server of either engine as a child process: its own session, killed as a group."""
 
-    process: Process
+    process: subprocess.Popen[bytes]
     log_file: Path
     url: str
     """Base URL, without /v1."""
@@ -155,7 +128,6 @@ class ServerProcess(ABC):
         raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
 
     def ticks(self) -> dict[int, int]:
-        """See `group_ticks`."""
         return group_ticks(self.process.pid)
 
     def memory_bytes(self) -> int:
@@ -163,8 +135,7 @@ class ServerProcess(ABC):
         kib = 0
         for pid in self.ticks():
             with contextlib.suppress(OSError):  # a process that ends meanwhile
-                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                kib += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
         return kib * 1024
 
     def stop(self, timeout_s: float = 15.0) -> int:
@@ -173,7 +144,7 @@ class ServerProcess(ABC):
         Returns the exit code. With `timeout_s` 0 it is killed at once.
         """
         if self.process.poll() is None and timeout_s > 0:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
         children = self.ticks().keys() - {self.process.pid}
@@ -196,21 +167,23 @@ def group_ticks(leader: int) -> dict[int, int]:
     return ticks
 
 
+StartProcess = Callable[[Sequence[str], Path, Mapping[str, str] | None], subprocess.Popen[bytes]]
+"""`start_process`, or the same in the keeper of servers (`server_keeper`)."""
+
+
 def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None,
                   directory: str | None = None) -> subprocess.Popen[bytes]:
-    """Start a server, its output in `log_file`. It is killed when this process ends, even by SIGKILL.
-
-    directory   that it works in; default: this process's
-    """
+    """Start a server, its output in `log_file`; `directory` is that it works in, this process's by default. It is
+    killed when this process ends, even by SIGKILL."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as log:
-        return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT,
-                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment, cwd=directory)
+        return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT, cwd=directory,
+                                stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 @dataclass
 class EngineProcess(ServerProcess):
-    process: Process
+    process: subprocess.Popen[bytes]
     ready_file: Path
     log_file: Path
     command: tuple[str, ...] = ()
@@ -236,4 +209,4 @@ def start_engine(command: EngineCommand, directory: Path, start: StartProcess = 
     ready_file, log_file = directory / READY_FILE, directory / "engine.log"
     ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
     argv = tuple(command.argv(ready_file))
-    return EngineProcess(start(argv, log_file), ready_file, log_file, argv)
+    return EngineProcess(start(argv, log_file, None), ready_file, log_file, argv)

@@ -32,7 +32,6 @@ from eyrie_api.contract.tuning import Setting
 from eyrie_api.errors import EyrieError
 from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.server_keeper import Keeper
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import SglangServer
 from eyrie_workers.sglang.servers import DrafterUses, ServerHistory, ServerPlan, ServerPool, shared_context_length
@@ -160,13 +159,12 @@ class SglangEngine:
     same_samples = False
 
     def __init__(self, plan: ServerPlan, possible: DrafterUses, directory: Path, stage: Stage,
-                 history: ServerHistory, keeper: Keeper | None = None) -> None:
+                 history: ServerHistory) -> None:
         """An engine without servers; `start` starts them.
 
         possible    every variant that `start` may be given: all servers have the same arguments but for drafting
         directory   of the servers' logs
         history     of this stage's servers
-        keeper      where they are started
 
         Raises InvalidInput when not one server fits the memory, or SGLang does not support a variant (Unlaunchable).
         """
@@ -175,7 +173,7 @@ class SglangEngine:
         self._warm: dict[str, SglangServer] = {}
         self._on_cpu = (plan.machine or detect_hardware()).platform == "cpu"
         self._context_length = shared_context_length(plan, possible)
-        self._pool = ServerPool(plan, possible, directory, stage, history, keeper=keeper)
+        self._pool = ServerPool(plan, possible, directory, stage, history)
 
     def describe(self) -> EngineUsed:
         limits = (f"{GREEDY_ONLY}: that drafting keeps the distribution of sampled answers was not shown in this "

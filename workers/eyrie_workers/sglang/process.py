@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.processes import last_lines, log_lines
-from eyrie_workers.engines.process import EngineFailed, Process, ServerProcess, StartProcess, start_process
+from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, start_process
 from eyrie_workers.sglang.plugin_files import place_plugin
 
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
@@ -57,17 +58,13 @@ def plugin_root(directory: Path) -> str:
 
 @dataclass
 class SglangServer(ServerProcess):
-    """The server may not listen yet, see `wait_ready`."""
+    process: subprocess.Popen[bytes]
+    url: str
+    """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
 
-    process: Process
     log_file: Path
     command: tuple[str, ...] = ()
     name = "SGLang"
-
-    def __post_init__(self) -> None:
-        given = {"--host": "127.0.0.1", "--port": "30000"} | {  # the defaults are SGLang's
-            flag: word for flag, word in pairwise(self.command) if flag in ("--host", "--port")}
-        self.url = f"http://{given['--host']}:{given['--port']}"
 
     def ready(self, timeout_s: float = 5.0) -> bool:
         """Whether /ready returns 200."""
@@ -123,7 +120,14 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     """
     log_file = directory / "sglang.log"
     command = (*(launcher_command() if prefix is None else prefix), *arguments)
-    return SglangServer(start(command, log_file, merged_environment(environment or {})), log_file, command)
+    return as_server(start(command, log_file, merged_environment(environment or {})), log_file, command)
+
+
+def as_server(process: subprocess.Popen[bytes], log_file: Path, command: tuple[str, ...]) -> SglangServer:
+    """The server of a process that was started with this command."""
+    given = {"--host": "127.0.0.1", "--port": "30000"} | {  # the defaults are SGLang's
+        flag: word for flag, word in pairwise(command) if flag in ("--host", "--port")}
+    return SglangServer(process, f"http://{given['--host']}:{given['--port']}", log_file, command)
 
 
 _PHASES = (("Load weight begin", "loading weights"), ("Load weight end", "weights loaded"),

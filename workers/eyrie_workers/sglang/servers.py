@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from eyrie_api.contract.engine import EngineKind, EngineSpec
@@ -42,7 +43,7 @@ from eyrie_workers.engines.process import (
     start_engine,
     start_process,
 )
-from eyrie_workers.engines.server_keeper import Keeper
+from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import checkpoint_algorithm, read_drafter, read_target
@@ -57,7 +58,7 @@ from eyrie_workers.sglang.launch import (
 )
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
 from eyrie_workers.sglang.process import (
-    SglangServer,
+    as_server,
     launcher_command,
     merged_environment,
     plugin_root,
@@ -317,9 +318,6 @@ class ServerPool:
     beside_reference: bool = True
     """Whether the reference engine computes in this process: one share of a GPU is left for it."""
 
-    keeper: Keeper | None = None
-    """Where servers are started, and those that the stage before has kept."""
-
     _servers: dict[str, ManagedServer] = field(default_factory=dict)
     """Resident ones; the last one used is last."""
 
@@ -363,18 +361,15 @@ class ServerPool:
 
     def _take_over(self) -> None:
         """Continue with kept servers that equal those of variants, flushed; stop the others."""
-        kept = [] if self.keeper is None else self.keeper.taken
-        wanted: dict[Digest, tuple[str, int]] = {}
-        for name in self.uses if kept else ():
-            for group, gpus in enumerate(self._groups):
-                with suppress(EyrieError):  # reported when it is started
-                    wanted.setdefault(server_key(self.plan, name, self.uses, self._num_shares, gpus), (name, group))
+        kept, wanted = keeper().taken, dict[Digest, tuple[str, int]]()
+        for name, (group, gpus) in product(self.uses, enumerate(self._groups)) if kept else ():
+            with suppress(EyrieError):  # reported when it is started
+                wanted.setdefault(server_key(self.plan, name, self.uses, self._num_shares, gpus), (name, group))
         while kept:
-            process = kept.pop()
-            server: ServerProcess = SglangServer(process, process.log_file, process.command) \
-                if self.plan.kind == "sglang" else EngineProcess(
-                    process, process.log_file.with_name(READY_FILE), process.log_file, process.command)
-            name, group = wanted.pop(process.key, ("", 0))
+            process, key, command, log_file = kept.pop()
+            server: ServerProcess = as_server(process, log_file, command) if self.plan.kind == "sglang" else \
+                EngineProcess(process, log_file.with_name(READY_FILE), log_file, command)
+            name, group = wanted.pop(key, ("", 0))
             try:
                 if name and server.ready():
                     server.flush()
@@ -490,11 +485,9 @@ class ServerPool:
         group = min(range(len(self._groups)), key=lambda number: taken[number])
         self._group_of[name] = group
         share, gpus = (taken[group], self._num_shares), self._groups[group]
-        start: StartProcess = start_process
         directory = self.directory / name.replace("/", "-").replace(" ", "-")
-        if self.keeper is not None:
-            start = partial(self.keeper.start, server_key(self.plan, name, self.uses, self._num_shares, gpus))
-        server = start_server(self.plan, name, self.uses, directory, share, gpus, start)
+        key = server_key(self.plan, name, self.uses, self._num_shares, gpus)
+        server = start_server(self.plan, name, self.uses, directory, share, gpus, partial(keeper().start, key))
         if self.history is not None:
             self.history.note_start(name)
         return server

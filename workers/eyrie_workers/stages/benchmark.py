@@ -117,8 +117,8 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     variants = [UNDRAFTED, variant]
     uses = uses_of(spec, {BASELINE: OFF, variant.title: setting})
     in_blocks = uses_of(spec, {variant.label(): variant for variant in (OFF, setting)})
-    with measuring(stage) as measurement, open_session(
-            spec, suites, uses | in_blocks, stage, spec.benchmark.concurrencies[-1], measurement.keeper) as session:
+    with measuring(stage), open_session(spec, suites, uses | in_blocks, stage,
+                                        spec.benchmark.concurrencies[-1]) as session:
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
         if (spec.measure_transformers and spec.engine.kind == "embedded") or not is_measured(
                 session, units, variants, ledger):
@@ -132,8 +132,8 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         if not concurrent.is_measured:
             start_all(session, in_blocks)
             concurrent.measure(stage)
-    # Where an answer differs, the reference implementation of the target is loaded to explain it: servers that are kept
-    # leave it a share of the memory.
+    # Where an answer differs, the reference implementation of the target is loaded to explain it: servers leave it a
+    # share of the memory.
     cells, at_once = report_cells(session, measured, variant), concurrent.reports()
     for step, cell in enumerate(cells):
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):

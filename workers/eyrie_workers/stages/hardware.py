@@ -28,7 +28,6 @@ from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.engines.server_keeper import Keeper
 from eyrie_workers.measure.benchmark.session import REPORT, measuring, read_suites
 from eyrie_workers.measure.load.client import LoadEndpoint, RequestResult
 from eyrie_workers.measure.load.report_statistics import LevelResults
@@ -55,8 +54,8 @@ def compare(spec: HardwareStage, stage: Stage) -> Result:
         return _finish(stage, HardwareMeasurement(profile=profile, skipped=proven.skipped), [])
     started = time.perf_counter()
     before = [] if spec.baseline_dir is None else read_results(Path(spec.baseline_dir) / LOAD_RESULTS_FILE)
-    with measuring(stage) as measurement:
-        model, measured = _measure(profile, spec, proven.use, stage, measurement.keeper)
+    with measuring(stage):
+        model, measured = _measure(profile, spec, proven.use, stage)
     baseline, own = variant_name(spec.baseline, "off"), set(measured.variants)
     together = LoadTestResults({baseline: "on the first profile"} | measured.variants, [*before, *measured.levels],
                                measured.notes)
@@ -81,8 +80,8 @@ def _finish(stage: Stage, report: HardwareMeasurement, files: list[Path]) -> Res
     return Result(report, [*files, stage.out_dir / REPORT])
 
 
-def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse, stage: Stage,
-             keeper: Keeper | None) -> tuple[str, LoadTestResults]:
+def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
+             stage: Stage) -> tuple[str, LoadTestResults]:
     """The requests of the load test, with at most one server running at a time; and the model's name."""
     engine, target = spec.proof.engine, spec.proof.target
     uses = {variant_name(profile.name, variant): DrafterUse() if variant == "off" else use for variant in VARIANTS}
@@ -91,7 +90,7 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse, sta
                       gpu_groups=(profile.gpus,) if profile.gpus else ())
     prompts = select_prompts(spec.proof, read_suites(spec.proof, stage), spec.proof.benchmark.deciding_suites)
     # One server at a time: two would share the GPUs.
-    pool = ServerPool(plan, uses, stage.out_dir / "servers", stage, capacity=1, beside_reference=False, keeper=keeper)
+    pool = ServerPool(plan, uses, stage.out_dir / "servers", stage, capacity=1, beside_reference=False)
 
     def ready(name: str) -> LoadEndpoint:
         stage.event("ServerStarted", f"{name}: {describe_use(uses[name])}")

@@ -400,9 +400,8 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
     if not left:
         return
     stage, uses = proof.stage, proof.uses
-    with measuring(stage) as measurement:
-        proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history,
-                                       keeper=measurement.keeper)
+    with measuring(stage) as disturbed:
+        proof.pool = pool = ServerPool(proof.plan, uses, stage.out_dir / VARIANTS, stage, proof.history)
         try:
             # Start as many servers as fit. An incumbent or a rival that cannot start is left out; others are required.
             if pool.capacity < len(uses):
@@ -422,7 +421,7 @@ def _run_all(proof: Proof, checks: Sequence[_Check]) -> None:
                 proof.done += check.num_requests
         finally:
             pool.stop()
-    proof.disturbed = measurement.disturbed
+    proof.disturbed = "".join(disturbed)
 
 
 def run_check(proof: Proof, pool: ServerPool, check: _Check) -> CheckResult:

@@ -27,7 +27,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
@@ -116,11 +115,6 @@ class Rows:
     context: int
     target_digest: Digest
     ledger: RowLedger
-
-    @cached_property
-    def history(self) -> ServerHistory:
-        """Of SGLang's servers."""
-        return ServerHistory(self.stage.out_dir, digest_model(self.spec))
 
     @property
     def total(self) -> int:
@@ -309,7 +303,8 @@ def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]
     client: GenerationClient
     if engine == "sglang":
         stage.event("ServersStarting", "SGLang servers of the target are starting")
-        with sglang_servers(spec, stage.out_dir / SERVERS, stage, rows.history) as (own, pause):
+        history = ServerHistory(stage.out_dir, digest_model(spec))
+        with sglang_servers(spec, stage.out_dir / SERVERS, stage, history) as (own, pause):
             stage.event("ServersReady", f"{len(own.endpoints)} SGLang servers answer")
             endpoint = endpoint_of(own, spec.target, rows.context)
             yield OnlineClient(replace(endpoint, native=True), texts, warn), pause
@@ -383,11 +378,13 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
         reasons.add(quarantined_row)
+    engine = _engine_name(spec)
     return RegenerateReport(
-        engine=_engine_name(spec), starts=rows.history.starts if _engine_name(spec) == "sglang" else 0,
-        rows_read=summary.rows_read, rows_answered=answered, rows_reused=tally.reused,
-        rows_held_out=summary.rows_held_out, rows_quarantined=len(quarantined), duplicates=summary.duplicates,
-        near_duplicates=summary.near_duplicates, equal_prompts=summary.equal_prompts,
+        starts=ServerHistory(stage.out_dir, digest_model(spec)).starts if engine == "sglang" else 0,
+        engine=engine, rows_read=summary.rows_read, rows_answered=answered,
+        rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
+        rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
+        equal_prompts=summary.equal_prompts,
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
         rows_retokenised=tally.retokenized, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),

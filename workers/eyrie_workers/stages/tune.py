@@ -320,8 +320,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     final_ledger, ledger = open_ledger(Entry, stage, spec, FINAL_LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = draw_prompts(suites, spec)
     uses = uses_of(spec, {setting.label(): setting for setting in settings} | {BASELINE: OFF})
-    with measuring(stage) as measurement, open_session(
-            spec, suites, uses, stage, concurrencies[-1], measurement.keeper) as session:
+    with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
         blocks = MeasuredBlocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
         profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed)
         tuning = Tuning(spec, stage, blocks, settings, uses, profile)

@@ -6,7 +6,7 @@ eliminations follow from the spec alone, so a resumed run measures what an unint
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
-from eyrie_workers.engines.server_keeper import Keeper, connect
+from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine import GpuReading, ProcessorTime, cpu_count, gpu_interference, interference, machine_lock
 from eyrie_workers.measure.benchmark.variants import BASELINE, Bench, Entry, Sample, Unit, UnitKey, Variant, entry_of
@@ -147,12 +147,11 @@ def uses_of(spec: BenchmarkStage | TuneStage, settings: Mapping[str, Setting]) -
 
 @contextmanager
 def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Mapping[str, DrafterUse], stage: Stage,
-                 max_concurrency: int = 1, keeper: Keeper | None = None) -> Iterator[Session]:
-    """An engine of the stage's kind, without variants yet; stopped when the block is left, except servers of a keeper
-    after a block without an error.
+                 max_concurrency: int = 1) -> Iterator[Session]:
+    """An engine of the stage's kind, without variants yet; stopped when the block is left, unless its servers are kept
+    after a block without an error (`measuring`).
 
     possible   every variant that will be started
-    keeper     where its servers are started
 
     Raises InvalidInput for a temperature at which the engine cannot decode one of them, before anything starts.
     """
@@ -167,7 +166,7 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
         plan = ServerPlan("sglang", spec.target, spec.max_concurrency or max_concurrency, engine=spec.engine,
                           gpu_groups=groups)
         engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage,
-                              ServerHistory(stage.out_dir, digest_model(spec)), keeper)
+                              ServerHistory(stage.out_dir, digest_model(spec)))
     temperatures = {"benchmark.temperatures": spec.benchmark.temperatures}
     if isinstance(spec, TuneStage):
         temperatures["tune.temperatures"] = spec.tune.temperatures
@@ -180,7 +179,7 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
     except BaseException:
         engine.stop()
         raise
-    if keeper is None:
+    if not keeper().is_connected:
         engine.stop()
 
 
@@ -201,24 +200,16 @@ def open_ledger(kind: type[EntryT], stage: Stage, spec: Frozen, name: str) -> Js
     return ledger
 
 
-@dataclass
-class Measurement:
-    """While the machine lock is held."""
-
-    keeper: Keeper | None
-    """Of the servers that the stages of this run pass on; None: a stage's servers are its own children."""
-
-    disturbed: str = ""
-    """Other work that ran on the machine, once the block of `measuring` was left."""
-
-
 @contextmanager
-def measuring(stage: Stage) -> Iterator[Measurement]:
+def measuring(stage: Stage) -> Iterator[list[str]]:
     """Hold the machine lock; events report a wait for it, and afterwards other work that ran on the machine.
 
-    With a keeper, servers that run when the block is left without an error are kept, and the lock with them.
+    Yields a list that has that finding when the block was left.
 
     Models are loaded inside too: one benchmark must not load its models while another is being timed.
+
+    Servers that the stage before has kept are taken over with its lock; those that run when the block is left without
+    an error are kept in the same way.
     """
     waiting = False
 
@@ -231,26 +222,20 @@ def measuring(stage: Stage) -> Iterator[Measurement]:
 
     adopt_orphans()  # a killed server's processes
     gpus, own = () if os.environ.get("EYRIE_DEVICE") == "cpu" else visible_gpus(), own_gpus()
-    keeper = connect()
 
     def reading() -> tuple[ProcessorTime | None, GpuReading | None]:
-        if keeper is None:
-            return ProcessorTime.now(), GpuReading.now(gpus)
-        return ProcessorTime.now(servers_s=keeper.cpu_seconds()), GpuReading.now(gpus, keeper.pid)
+        return ProcessorTime.now(servers_s=keeper().cpu_seconds()), GpuReading.now(gpus, keeper().pid)
 
-    # Closed before the lock is released: a stage that fails leaves no server to the next measurement.
-    with machine_lock(while_waiting, gpus=own, held=[] if keeper is None else keeper.take(own)) as lock, \
-            nullcontext() if keeper is None else closing(keeper):
-        measurement, before = Measurement(keeper), reading()
-        yield measurement
+    with machine_lock(while_waiting, gpus=own, held=keeper().take(own)) as lock:
+        before, found = reading(), list[str]()
+        yield found
         after = reading()
-        measurement.disturbed = "; ".join(filter(None, (
-            interference(before[0], after[0], cpu_count(), os.getloadavg()[0]),
-            gpu_interference(before[1], after[1]))))
-        if keeper is not None:
-            keeper.keep(own, lock)
-    if measurement.disturbed:
-        stage.event("MachineBusy", measurement.disturbed, warning=True)
+        disturbed = "; ".join(filter(None, (interference(before[0], after[0], cpu_count(), os.getloadavg()[0]),
+                                            gpu_interference(before[1], after[1]))))
+        keeper().keep(own, lock)
+    if disturbed:
+        found.append(disturbed)
+        stage.event("MachineBusy", disturbed, warning=True)
 
 
 def round_robin(suites: Suites) -> list[tuple[int, Prompt]]:
