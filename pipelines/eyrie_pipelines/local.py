@@ -67,8 +67,6 @@ _LOG_FILE = "pipeline.log"
 _MODULE = "eyrie_pipelines.local"
 """Of the leader's command line."""
 
-_KEEPER = "eyrie_workers.engines.server_keeper"
-
 
 class RunHandle(Frozen):
     """`run/run.json`: identity of the run's leader."""
@@ -310,8 +308,9 @@ def _server_keeper() -> Iterator[None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        keeper = subprocess.Popen([sys.executable, "-m", _KEEPER, str(os.getpid()), str(listener.fileno())],
-                                  stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "eyrie_workers.engines.server_keeper", str(os.getpid()), str(listener.fileno())],
+            stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
     os.environ[KEEPER_VARIABLE] = f"{keeper.pid} {name}"
     try:
         yield

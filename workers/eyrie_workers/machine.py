@@ -162,10 +162,8 @@ class ProcessorTime:
 
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat"), servers_s: float = 0.0) -> "ProcessorTime | None":
-        """The current reading; None where the kernel has no /proc/stat (not Linux).
-
-        servers_s   of processes that work for this one and are not its children
-        """
+        """The current reading, with the seconds of processes that work for this one and are not its children; None
+        where the kernel has no /proc/stat (not Linux)."""
         try:
             fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
         except (OSError, ValueError, IndexError):

@@ -127,10 +127,6 @@ class ProveReport(Frozen):
     seconds: float
 
 
-_LEAST_AT_ONCE = 8
-"""Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
-
-
 class ProveSpec(Frozen):
     """How the tuned candidate is measured in the serving engine before promotion."""
 
@@ -160,11 +156,8 @@ class ProveSpec(Frozen):
     measured."""
 
     def at_once(self, limit: int | None) -> int:
-        """Requests that a server of the proof decodes at once.
-
-        limit   of the endpoint (`serve.max_concurrency`); None: the highest declared load, where that is not low
-        """
-        return limit or max(_LEAST_AT_ONCE, *self.concurrencies)
+        """Requests that a server of the proof decodes at once: the endpoint's limit, else the highest load, or 8."""
+        return limit or max(8, *self.concurrencies)
 
     @property
     def profile_names(self) -> tuple[str, ...]:

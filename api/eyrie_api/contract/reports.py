@@ -189,9 +189,6 @@ class CaptureReport(Frozen):
     restarts: int = 0
     """Servers of the serving engine that ended during the capture and were replaced, over all runs of the stage."""
 
-    starts: int = 0
-    """Servers of the serving engine that were started, over all runs of the stage."""
-
     rows_cut: int = 0
     """Cut at `max_length` tokens."""
 

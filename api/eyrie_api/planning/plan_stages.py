@@ -68,7 +68,8 @@ def starts(work: PlannedWork, num_gpus: Mapping[str, int]) -> dict[StageKey, int
         in_turn, rivals = math.ceil(_checkpoints(work.job) / servers), work.job.rivals_to_tune
         benchmark, tune, prove = 2 * in_turn, _variants(spec.tune) * (1 + rivals), 2 + rivals
         if not work.job.on_cluster:
-            benchmark, tune = in_turn + 1, (_variants(spec.tune) - 1) * (1 + rivals)
+            benchmark = in_turn + 1 if servers == 1 else 2 * in_turn
+            tune = (_variants(spec.tune) - 1) * (1 + rivals)
             prove = rivals + (len(set(spec.tune.concurrencies)) > 1)
     is_answered = spec.data.answered or work.present >= work.rows
     numbers: dict[StageKey, int] = {

@@ -30,7 +30,7 @@ STAGE = """
     import sys, time
     from pathlib import Path
     from eyrie_workers.engines.server_keeper import keeper
-    assert keeper().take([]) == []
+    assert keeper().take() == []
     server = keeper().start("key", sys.argv[2:], Path(sys.argv[1]))
     print(server.pid, flush=True)
     time.sleep(600)
@@ -41,8 +41,9 @@ RUNNER = """
     from eyrie_pipelines.local import _server_keeper
     from eyrie_workers.engines.server_keeper import keeper
     with _server_keeper():
+        keeper().take()
         server = keeper().start("key", sys.argv[2:], Path(sys.argv[1]))
-        keeper().keep([], [])
+        keeper().keep([])
         print(server.pid, flush=True)
         time.sleep(600)
 """
@@ -65,7 +66,6 @@ def run() -> Iterator[None]:
 def next_stage() -> Keeper:
     """The connection of this process as another one, while the one before has ended."""
     keeper.cache_clear()
-    assert keeper().is_connected
     return keeper()
 
 
@@ -124,8 +124,9 @@ def test_the_next_stage_continues_with_equal_servers_and_stops_the_others_and_on
         deeper = pid_of(second, "deep")
         stopped.stop_requested = True
         stopped.pause_point()
-    assert next_stage().take([]) == []
-    wait_for(lambda: ended(plain) and ended(deeper), "the servers of a stage that was stopped have ended")
+    assert next_stage().take() == []
+    assert ended(plain)
+    assert ended(deeper)
     assert another_may_measure(tmp_path)
 
 
@@ -140,21 +141,23 @@ def test_a_stage_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
     stage.wait()
     stage.stdout.close()
     wait_for(lambda: ended(server), "the server of a killed stage has ended")
-    assert next_stage().take([]) == []
+    assert next_stage().take() == []
     assert keeper().taken == []
 
 
 def test_no_kept_server_outlives_the_run_that_ends_or_is_killed(tmp_path: Path) -> None:
     with _server_keeper():
-        kept = next_stage().start("key", SERVER, tmp_path / "log").pid
-        keeper().keep([], [])
-        next_stage().take([])
-        assert [server.process.pid for server in keeper().taken] == [kept]
-        keeper().keep([], [])
+        next_stage().take()
+        kept = keeper().start("key", SERVER, tmp_path / "log").pid
+        keeper().keep([])
+        next_stage().take()
+        assert [server.pid for server in keeper().taken] == [kept]
+        keeper().keep([])
         assert not ended(kept)
     assert ended(kept)
     keeper.cache_clear()
-    assert not keeper().is_connected
+    assert keeper().take() == []
+    assert keeper().connection is None
     runner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(RUNNER), str(tmp_path / "log"), *SERVER],
                               stdout=subprocess.PIPE)
     assert runner.stdout is not None
@@ -168,7 +171,8 @@ def test_no_kept_server_outlives_the_run_that_ends_or_is_killed(tmp_path: Path) 
 
 @pytest.mark.usefixtures("run")
 def test_without_its_keeper_a_stage_goes_on_with_servers_of_its_own(tmp_path: Path) -> None:
-    lost = next_stage().start("key", SERVER, tmp_path / "log")
+    next_stage().take()
+    lost = keeper().start("key", SERVER, tmp_path / "log")
     assert lost.poll() is None
     os.kill(keeper().pid, signal.SIGKILL)
     wait_for(lambda: ended(lost.pid), "servers end with the keeper")
@@ -180,18 +184,18 @@ def test_without_its_keeper_a_stage_goes_on_with_servers_of_its_own(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("run")
-def test_the_lock_passes_on_with_the_servers_and_a_measurement_on_other_gpus_ends_them(tmp_path: Path) -> None:
-    with machine_lock(lambda: None, gpus=["0"], held=next_stage().take(["0"])) as lock:
-        kept = keeper().start("key", SERVER, tmp_path / "log").pid
-        keeper().keep(["0"], lock)
+def test_the_lock_of_the_machine_and_of_a_gpu_passes_on_with_servers_and_is_released_without(tmp_path: Path) -> None:
+    with machine_lock(lambda: None, gpus=["0"], held=next_stage().take()) as lock:
+        kept = keeper().start("key", SERVER, tmp_path / "log")
+        keeper().keep(lock)
     assert not another_may_measure(tmp_path)
-    with machine_lock(lambda: None, gpus=["0"], held=next_stage().take(["0"])) as lock:
-        assert [server.process.pid for server in keeper().taken] == [kept]
-        assert len(lock) == 2  # of the machine and of the GPU
-        keeper().keep(["0"], lock)
-    assert not another_may_measure(tmp_path)
-    assert next_stage().take([]) == []
-    assert ended(kept)
+    with machine_lock(lambda: None, gpus=["0"], held=next_stage().take()) as lock:
+        [server] = keeper().taken
+        assert (server.pid, len(lock)) == (kept.pid, 2)
+        assert not another_may_measure(tmp_path)
+        server.kill()
+        assert server.wait() == -signal.SIGKILL
+        keeper().keep(lock)
     assert another_may_measure(tmp_path)
 
 
@@ -206,7 +210,7 @@ def test_what_servers_of_the_keeper_compute_counts_as_the_stages_own_and_not_as_
         assert now is not None
         return now.own_s
 
-    next_stage()
+    next_stage().take()
     before = own_s()
     server = keeper().start("key", (sys.executable, "-c", child), log)
     wait_for(lambda: "computed" in log.read_text(), "the server's child has computed")

@@ -38,10 +38,8 @@ from eyrie_workers.engines.process import (
     EngineFailed,
     EngineProcess,
     ServerProcess,
-    StartProcess,
     batch_size_schedule,
     start_engine,
-    start_process,
 )
 from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import JsonlLedger
@@ -57,13 +55,7 @@ from eyrie_workers.sglang.launch import (
     shared_args,
 )
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
-from eyrie_workers.sglang.process import (
-    as_server,
-    launcher_command,
-    merged_environment,
-    plugin_root,
-    start_sglang,
-)
+from eyrie_workers.sglang.process import as_server, launcher_command, merged_environment, plugin_root, start_sglang
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -151,17 +143,16 @@ class ManagedServer:
 
 
 def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
-                 share: tuple[int, int] = (0, 1), gpus: GpuGroup = (),
-                 start: StartProcess = start_process) -> ManagedServer:
+                 share: tuple[int, int] = (0, 1), gpus: GpuGroup = ()) -> ManagedServer:
     """Start the server of one variant; does not wait until it is ready. Its log goes to `directory`.
 
     uses    all variants of the comparison: their servers have the same arguments but for drafting
     share   how many equal shares of its GPUs' memory are taken already, and how many there are
     gpus    those it computes on; empty: those the stage sees
-    start   starts its process
 
     Raises InvalidInput (Unlaunchable) for a setting the engine does not support.
     """
+    start = partial(keeper().start, server_key(plan, name, uses, share[1], gpus))
     if plan.kind == "embedded":
         return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory, start))
     launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port(), share)
@@ -366,17 +357,16 @@ class ServerPool:
             with suppress(EyrieError):  # reported when it is started
                 wanted.setdefault(server_key(self.plan, name, self.uses, self._num_shares, gpus), (name, group))
         while kept:
-            process, key, command, log_file = kept.pop()
+            process = kept.pop()
+            command, log_file = process.command, process.log_file
             server: ServerProcess = as_server(process, log_file, command) if self.plan.kind == "sglang" else \
                 EngineProcess(process, log_file.with_name(READY_FILE), log_file, command)
-            name, group = wanted.pop(key, ("", 0))
-            try:
+            name, group = wanted.pop(process.key, ("", 0))
+            with suppress(EngineFailed):
                 if name and server.ready():
                     server.flush()
                     self._servers[name], self._group_of[name] = ManagedServer(name, server), group
                     continue
-            except EngineFailed as error:
-                self.stage.event("ServerNotTaken", f"{name}: {error.message}", warning=True)
             server.stop(DRAIN_S[self.plan.kind])
         if self._servers:
             self.stage.event("ServersTaken", f"servers of the stage before continue: {', '.join(self._servers)}")
@@ -484,10 +474,9 @@ class ServerPool:
         taken = Counter(self._group_of[other] for other in self._servers)
         group = min(range(len(self._groups)), key=lambda number: taken[number])
         self._group_of[name] = group
-        share, gpus = (taken[group], self._num_shares), self._groups[group]
+        share = (taken[group], self._num_shares)
         directory = self.directory / name.replace("/", "-").replace(" ", "-")
-        key = server_key(self.plan, name, self.uses, self._num_shares, gpus)
-        server = start_server(self.plan, name, self.uses, directory, share, gpus, partial(keeper().start, key))
+        server = start_server(self.plan, name, self.uses, directory, share, self._groups[group])
         if self.history is not None:
             self.history.note_start(name)
         return server

@@ -407,7 +407,6 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
         source=source, codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(layer.layer): layer.error for layer in states.checked}, repaired_shards=states.repaired,
         restarts=states.history.restarts if source == "sglang" else 0,
-        starts=states.history.starts if source == "sglang" else 0,
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / states.seconds if states.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0),

@@ -179,7 +179,7 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
     except BaseException:
         engine.stop()
         raise
-    if not keeper().is_connected:
+    if keeper().connection is None:
         engine.stop()
 
 
@@ -226,13 +226,13 @@ def measuring(stage: Stage) -> Iterator[list[str]]:
     def reading() -> tuple[ProcessorTime | None, GpuReading | None]:
         return ProcessorTime.now(servers_s=keeper().cpu_seconds()), GpuReading.now(gpus, keeper().pid)
 
-    with machine_lock(while_waiting, gpus=own, held=keeper().take(own)) as lock:
+    with machine_lock(while_waiting, gpus=own, held=keeper().take()) as lock:
         before, found = reading(), list[str]()
         yield found
         after = reading()
         disturbed = "; ".join(filter(None, (interference(before[0], after[0], cpu_count(), os.getloadavg()[0]),
                                             gpu_interference(before[1], after[1]))))
-        keeper().keep(own, lock)
+        keeper().keep(lock)
     if disturbed:
         found.append(disturbed)
         stage.event("MachineBusy", disturbed, warning=True)
