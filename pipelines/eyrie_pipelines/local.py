@@ -22,12 +22,14 @@ import argparse
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -53,6 +55,7 @@ from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Ru
 from eyrie_pipelines.several_gpus import SHARES, gpu_shares
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.tasks import load_job
+from eyrie_workers.catalog import KEEPER_VARIABLE
 
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL. A stage saves its state at the next pause point; work since the last save is
@@ -288,12 +291,33 @@ def run_pipeline(job_dir: Path, attempt: int) -> int:
         with_room(run_dir, lambda: write_model(run_dir / "run.json", handle))
         for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)
-        failure = _run_with_room(job_dir, job)
+        is_kept = job.spec.engine.kind == "sglang" and sys.platform == "linux"
+        with _server_keeper() if is_kept else contextlib.nullcontext():
+            failure = _run_with_room(job_dir, job)
         state: Literal["succeeded", "failed"] = "succeeded" if failure is None else "failed"
         result = RunResult(run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
                            finished_at=datetime.now(UTC))
         with_room(run_dir, lambda: write_model(run_dir / "result.json", result))
         return 0 if failure is None else 1
+
+
+@contextlib.contextmanager
+def _server_keeper() -> Iterator[None]:
+    """Run the process that keeps servers from one stage to the next."""
+    name = f"eyrie-servers-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "eyrie_workers.engines.server_keeper", str(os.getpid()), str(listener.fileno())],
+            stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
+    os.environ[KEEPER_VARIABLE] = f"{keeper.pid} {name}"
+    try:
+        yield
+    finally:
+        del os.environ[KEEPER_VARIABLE]
+        keeper.terminate()  # and waited for: the endpoint's servers need the memory
+        keeper.wait()
 
 
 def _run_with_room(job_dir: Path, job: JobFile) -> str | None:

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.stages import StageName
+from eyrie_workers.catalog import KEEPER_VARIABLE
 
 TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
 """A TrainJobRequest as JSON (`trainjob`): set on the train task that creates a TrainJob, not on its nodes."""
@@ -78,7 +79,8 @@ def measure_on_shares(job_dir: str, spec_digest: str, checkpoints: Sequence[str]
 
     def measure(checkpoint: str) -> None:
         share = free.get()
-        environment = {name: value for name, value in os.environ.items() if name != SHARES}
+        # The keeper of servers answers one process at a time.
+        environment = {name: value for name, value in os.environ.items() if name not in (SHARES, KEEPER_VARIABLE)}
         try:
             subprocess.run(
                 [sys.executable, "-m", "eyrie_pipelines.task_program", "benchmark", "--job-dir", job_dir,

@@ -153,7 +153,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
         rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
         brought=next((drafter for drafter in job.spec.drafters if drafter.checkpoint == checkpoint.name), None),
         held_out_file=_held_out_file(job, job_dir), min_speedup=job.spec.promotion.min_speedup,
-        measure_transformers=first, engine=job.spec.engine)
+        measure_transformers=first, engine=job.spec.engine, max_concurrency=job.resolved.measured_at_once)
 
 
 def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
@@ -175,7 +175,8 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
         min_speedup=job.spec.promotion.min_speedup, drafter_dir=str(job_dir / checkpoint.path),
         rival=None if rival is None else RivalDrafter(
             checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
-        held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine)
+        held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine,
+        max_concurrency=job.resolved.measured_at_once)
 
 
 def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str,

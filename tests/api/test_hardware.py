@@ -3,16 +3,19 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.plans import LLAMA_8B, OLMO_32B
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.contract.stages import STAGES
 from eyrie_api.planning.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
 from eyrie_api.planning.plan import make_plan
-from eyrie_api.planning.plan_stages import tree_shapes
-from eyrie_api.planning.plan_work import DataFacts, TargetFacts
+from eyrie_api.planning.plan_stages import starts, tree_shapes
+from eyrie_api.planning.plan_work import DataFacts, PlannedWork, TargetFacts
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec
+from tests.house.sources import ROOT
 
 H200, H100 = "NVIDIA-H200", "NVIDIA-H100-80GB-HBM3"
 
@@ -97,13 +100,26 @@ def test_in_sglang_each_setting_and_checkpoint_is_a_start_and_an_engine_of_ours_
                     for kind in ("sglang", "embedded"))
     named = next(one for one in sglang.assumptions if one.name.startswith("start"))
     settings = len(tree_shapes(seeds_job().tune)) + len(seeds_job().tune.num_steps) * seeds_job().tune.ngram + 1
-    assert f"benchmark {2 + 1}, tune {seeds_job().tune.trials(settings)}, prove 2" in named.source
+    # The server without a drafter is the first benchmark's; that which follows the load is the proof's.
+    assert f"benchmark {2 + 1}, tune {seeds_job().tune.trials(settings) - 1}, prove 1" in named.source
     assert named.value == pytest.approx(60 + 2 * OLMO_32B.parameters / 2e9, abs=1)
     embedded = next(one for one in ours.assumptions if one.name.startswith("start"))
     assert "benchmark 1, tune 1, prove 1" in embedded.source
-    for name, starts in (("benchmark", 2 + 1), ("prove", 2)):
+    for name, num_starts in (("benchmark", 2 + 1), ("prove", 1)):
         more_s = 3600 * (stage(sglang, name).hours - stage(ours, name).hours)
-        assert more_s == pytest.approx(starts * named.value - embedded.value, abs=2.0 * starts)
+        assert more_s == pytest.approx(num_starts * named.value - embedded.value, abs=2.0 * num_starts)
+
+
+@pytest.mark.parametrize(("on_cluster", "by_load", "servers"), [(True, True, 10), (False, True, 7), (False, False, 6)])
+def test_the_short_job_of_the_gpu_pack_starts_so_many_servers(on_cluster: bool, by_load: bool, servers: int) -> None:
+    document = yaml.safe_load((ROOT / "benchmarks" / "gpu" / "pack" / "job.yaml").read_text())
+    spec = JobSpec.model_validate(document | {"target": document["target"] | {"model": "./target"}})
+    if not by_load:
+        spec = spec.model_copy(update={"tune": spec.tune.model_copy(update={"concurrencies": (1,)})})
+    work = PlannedWork(derive(spec, on_cluster=on_cluster), LLAMA_8B, DataFacts(3000, 100.0, 256.0, "a sample"))
+    found = starts(work, dict.fromkeys(STAGES, 1))
+    assert found.pop("capture") == 1  # a program
+    assert sum(found.values()) == servers, found
 
 
 def test_faster_gpus_and_more_of_them_take_less_time_and_more_do_not_take_more_gpu_hours() -> None:

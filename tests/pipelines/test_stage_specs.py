@@ -9,15 +9,17 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import PublishedDrafter
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import JobPlacement
 from eyrie_api.contract.promotion import PromotionPolicy
+from eyrie_api.contract.prove import ProveSpec
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_api.contract.serving import ServeSpec
 from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.sweep import SweepAxis, SweepSpec
-from eyrie_api.contract.tuning import DrafterUse, Setting
+from eyrie_api.contract.tuning import DrafterUse, Setting, TuneSpec
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.planning import sweep
 from eyrie_api.planning.resolve import derive
@@ -212,6 +214,21 @@ def test_tuner_and_benchmark_judge_by_the_bound_of_the_jobs_promotion_and_the_de
     assert stage_specs.tune_spec(job, ROOT, ref).min_speedup == 1.3
     assert stage_specs.benchmark_spec(job, ROOT, ref, first=True).min_speedup == 1.3
     assert "min_speedup" not in stage_specs.benchmark_spec(JOB, ROOT, ref, first=True).model_dump()
+
+
+def test_sglangs_servers_hold_the_same_load_in_benchmark_and_tuning_as_in_the_proof() -> None:
+    ref = stage_specs.CheckpointRef(name="a-step-5", candidate="a", path="stages/train/a/checkpoints/a-step-5")
+
+    def limits(**sections: object) -> tuple[int | None, int | None]:
+        job = JobFile(id="j", resolved=derive(spec_of(engine=EngineSpec(kind="sglang"), **sections)))
+        return (stage_specs.benchmark_spec(job, ROOT, ref, first=True).max_concurrency,
+                stage_specs.tune_spec(job, ROOT, ref).max_concurrency)
+
+    assert limits(prove=ProveSpec(concurrencies=(1, 32))) == (32, 32)
+    assert limits(serve=ServeSpec(max_concurrency=64)) == (64, 64)
+    assert limits(tune=TuneSpec(concurrencies=(1, 100)), serve=ServeSpec(max_concurrency=64)) == (100, 100)
+    assert "max_concurrency" not in stage_specs.benchmark_spec(JOB, ROOT, ref, first=True).model_dump()
+    assert "max_concurrency" not in stage_specs.tune_spec(JOB, ROOT, ref).model_dump()
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:

@@ -45,6 +45,10 @@ SHARD_PATTERN = "shard-*.states"
 MODEL_CACHE_VARIABLE = "EYRIE_MODEL_CACHE"
 """Environment variable of the pods of a cluster that has a model cache: its directory."""
 
+KEEPER_VARIABLE = "EYRIE_SERVER_KEEPER"
+"""Environment variable of the stages of a run on one machine that has a keeper of servers: its process id, and the name
+of its socket in the abstract namespace."""
+
 STORE_ADDRESS_FILE = ".store-address"
 """File in the directory of a stage whose shards or answers are not on this machine: the address of the artifact store
 where the stage puts them and later ones read them. Hidden, since it concerns this machine alone."""

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,19 +113,20 @@ def version_notes() -> list[str]:
 
 @contextmanager
 def machine_lock(while_waiting: Callable[[], None], directory: Path | None = None,
-                 gpus: Sequence[str] = ()) -> Iterator[float]:
-    """Hold the machine's measuring lock; yields the seconds waited for it.
+                 gpus: Sequence[str] = (), held: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Hold the machine's measuring lock; yields its descriptors.
 
     gpus   ids of the GPUs that this measurement was given: others may be measured meanwhile; empty: the whole machine
+    held   the descriptors of the lock, passed on by the process that acquired it for these GPUs: it is not waited for
 
     `while_waiting` is called several times a second until the lock is acquired; it may raise to give up.
     """
     parent = directory or Path(tempfile.gettempdir())
     wanted = [(LOCK_NAME, fcntl.LOCK_SH if gpus else fcntl.LOCK_EX),
               *((_GPU_LOCK_NAME.format(gpu), fcntl.LOCK_EX) for gpu in sorted(gpus))]
-    started = time.monotonic()
-    with ExitStack() as held:
-        for name, kind in wanted:
+    descriptors = list(held)
+    try:
+        for name, kind in wanted if not held else ():
             # Opened read-only, created only when missing: other users lock the same file, and Linux refuses O_CREAT on
             # another user's file in a sticky directory (fs.protected_regular). Two processes may both find it missing;
             # without O_EXCL the second O_CREAT opens the file of the first.
@@ -133,7 +134,7 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
                 descriptor = os.open(parent / name, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 descriptor = os.open(parent / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            held.callback(os.close, descriptor)
+            descriptors.append(descriptor)
             while True:
                 try:
                     fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -141,7 +142,10 @@ def machine_lock(while_waiting: Callable[[], None], directory: Path | None = Non
                 except BlockingIOError:
                     while_waiting()
                     time.sleep(_POLL_S)
-        yield time.monotonic() - started
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -157,15 +161,16 @@ class ProcessorTime:
     """Of `busy_s`, what the host of a virtual machine gave to others: no process of this machine shows it."""
 
     @classmethod
-    def now(cls, stat: Path = Path("/proc/stat")) -> "ProcessorTime | None":
-        """The current reading; None where the kernel has no /proc/stat (not Linux)."""
+    def now(cls, stat: Path = Path("/proc/stat"), servers_s: float = 0.0) -> "ProcessorTime | None":
+        """The current reading, with the seconds of processes that work for this one and are not its children; None
+        where the kernel has no /proc/stat (not Linux)."""
         try:
             fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
         except (OSError, ValueError, IndexError):
             return None
         idle = fields[3] + fields[4]
         spent = os.times()
-        own_s = time.process_time() + spent.children_user + spent.children_system
+        own_s = time.process_time() + spent.children_user + spent.children_system + servers_s
         hz = os.sysconf("SC_CLK_TCK")
         return cls(time.monotonic(), (sum(fields) - idle) / hz, own_s, fields[7] / hz)
 
@@ -205,17 +210,19 @@ class GpuReading:
     """`<program> (pid <number>)`."""
 
     @classmethod
-    def now(cls, gpus: Sequence[str]) -> "GpuReading | None":
+    def now(cls, gpus: Sequence[str], keeper: int = 0) -> "GpuReading | None":
         """The current reading; None without a GPU.
 
-        gpus   ids, as in CUDA_VISIBLE_DEVICES
+        gpus     ids, as in CUDA_VISIBLE_DEVICES
+        keeper   id of a process whose children work for this one
         """
         if not gpus:
             return None
         counters = ",".join(f"clocks_event_reasons_counters.{name}" for name in _SLOWDOWNS)
         rows = [row.split(",", 1) for row in _nvidia_smi(gpus, "--query-compute-apps=pid,process_name")]
+        ours = (os.getpid(), keeper)
         return cls(time.monotonic(), read_slowdowns(_nvidia_smi(gpus, f"--query-gpu=index,{counters}")), frozenset(
-            f"{name.strip()} (pid {pid})" for pid, name in rows if pid.isdigit() and _is_other(int(pid))))
+            f"{name.strip()} (pid {pid})" for pid, name in rows if pid.isdigit() and _is_other(int(pid), ours)))
 
 
 def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
@@ -228,15 +235,15 @@ def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
         return []
 
 
-def _is_other(pid: int) -> bool:
-    """Whether a process is neither this one nor below it. One that is not seen here has ended, or is of a container
-    with ids of its own."""
+def _is_other(pid: int, ours: Sequence[int]) -> bool:
+    """Whether a process is none of ours, nor below them. One that is not seen here has ended, or is of a container with
+    ids of its own."""
     try:
-        while pid > 1 and pid != os.getpid():
+        while pid > 1 and pid not in ours:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     except OSError:
         return False
-    return pid != os.getpid()
+    return pid not in ours
 
 
 def read_slowdowns(rows: Iterable[str]) -> dict[tuple[str, str], float]:

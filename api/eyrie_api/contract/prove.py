@@ -117,6 +117,9 @@ class ProveReport(Frozen):
     restarts: int = 0
     """Servers that ended while they were measured and were started again."""
 
+    starts: int = 0
+    """Servers that were started, over all runs of the stage; not those that the stage before has passed on."""
+
     launch: tuple[str, ...] = Field((), max_length=4096)
     """The candidate's command line in the serving engine, without secrets."""
 
@@ -151,6 +154,10 @@ class ProveSpec(Frozen):
     """After the proof, measure the drafter and no drafter on several kinds of hardware: tokens per second for one user
     and for each GPU, time to first token, and money per million tokens at each load. The job ends when they are
     measured."""
+
+    def at_once(self, limit: int | None) -> int:
+        """Requests that a server of the proof decodes at once: the endpoint's limit, else the highest load, or 8."""
+        return limit or max(8, *self.concurrencies)
 
     @property
     def profile_names(self) -> tuple[str, ...]:

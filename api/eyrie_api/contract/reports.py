@@ -42,6 +42,9 @@ class EngineUsed(Frozen):
     restarts: int = 0
     """Servers that ended while they were measured and were started again, over all runs of the stage."""
 
+    starts: int = 0
+    """Servers that were started, over all runs of the stage; not those that the stage before has passed on."""
+
 
 QuarantineKind = Literal["malformed", "too-long", "benchmark", "declined", "filtered", "failed", "empty", "truncated"]
 
@@ -91,6 +94,9 @@ class RegenerateReport(Frozen):
     engine: str = ""
     """Where the answers were generated: `embedded`, `sglang`, `openai` or `openai-batch`; `none` for answers of the
     data (`data.answered`)."""
+
+    starts: int = 0
+    """Servers of the serving engine that were started, over all runs of the stage."""
 
     rows_read: int
     rows_answered: int

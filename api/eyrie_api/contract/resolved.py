@@ -144,6 +144,14 @@ class ResolvedJob(Frozen):
         """How many rivals are tuned and proven beside the winner: one, if there is one to beat."""
         return int(self.spec.promotion.must_beat == "rivals" and any(rival.has_drafter for rival in self.spec.rivals))
 
+    @property
+    def measured_at_once(self) -> int | None:
+        """Requests that SGLang's servers decode at once while drafters are measured: as many as the proof's, or as the
+        highest load of another stage. None in the embedded engine, which measures without servers before the proof."""
+        spec = self.spec
+        return None if spec.engine.kind == "embedded" else max(
+            spec.prove.at_once(spec.serve.max_concurrency), *spec.benchmark.concurrencies, *spec.tune.concurrencies)
+
     def num_processes(self, stage: StageKey) -> int:
         """Processes that one program of a stage divides its work among: one for each GPU."""
         return max(1, self.gpus[stage].num_gpus or 0)

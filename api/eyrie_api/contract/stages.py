@@ -157,6 +157,9 @@ class BenchmarkStage(Frozen):
     """Also time `transformers` generate, once per job. Only in the embedded engine."""
 
     engine: EngineSpec = EngineSpec()
+    max_concurrency: int | None = Field(None, ge=1, exclude_if=lambda limit: limit is None)
+    """Requests that a server of the serving engine decodes at once: the same in all stages of a job that measure, so
+    that they can use one server. Left out in the embedded engine: the digests of such specs are as before."""
 
     @property
     def source(self) -> RivalSpec | None:
@@ -196,6 +199,8 @@ class TuneStage(Frozen):
 
     held_out_file: str | None = None
     engine: EngineSpec = EngineSpec()
+    max_concurrency: int | None = Field(None, ge=1, exclude_if=lambda limit: limit is None)
+    """As in `BenchmarkStage`."""
 
 
 class ProveStage(Frozen):

@@ -54,16 +54,23 @@ def _store_hours(num_bytes: float, rates: Rates) -> float:
 
 
 def starts(work: PlannedWork, num_gpus: Mapping[str, int]) -> dict[StageKey, int]:
-    """How often the target is loaded, one start after the other, in each stage that computes on GPUs. In SGLang
-    settings of a drafter are arguments of a server, so each is a start."""
+    """How often the target is loaded, one start after the other, in each stage that computes on GPUs.
+
+    In SGLang settings of a drafter are arguments of a server, so each is a start. On one machine the stages that
+    measure share the server without a drafter and that of tuning's choice (`eyrie_workers.engines.server_keeper`);
+    where the choice may change with the load, a server that follows the load is another.
+    """
     spec = work.spec
     servers = max(1, num_gpus["benchmark"] // spec.engine.tp_size)  # that run side by side
     if spec.engine.kind != "sglang":
         benchmark = tune = prove = 1
     else:
-        benchmark = math.ceil(_checkpoints(work.job) / servers) + 1
-        tune = _variants(spec.tune) * (1 + work.job.rivals_to_tune)
-        prove = 2 + work.job.rivals_to_tune
+        in_turn, rivals = math.ceil(_checkpoints(work.job) / servers), work.job.rivals_to_tune
+        benchmark, tune, prove = 2 * in_turn, _variants(spec.tune) * (1 + rivals), 2 + rivals
+        if not work.job.on_cluster:
+            benchmark = in_turn + 1 if servers == 1 else 2 * in_turn
+            tune = (_variants(spec.tune) - 1) * (1 + rivals)
+            prove = rivals + (len(set(spec.tune.concurrencies)) > 1)
     is_answered = spec.data.answered or work.present >= work.rows
     numbers: dict[StageKey, int] = {
         "regenerate": 0 if is_answered else 1, "capture": 0 if work.streamed else 1, "train": int(work.streamed),

@@ -1,6 +1,7 @@
 """The command lines of a comparison's servers: equal in everything but drafting."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
-from eyrie_workers.sglang.servers import DrafterUses, ServerPlan, command_line
+from eyrie_workers.sglang.local_hardware import GpuGroup
+from eyrie_workers.sglang.servers import DrafterUses, ServerPlan, command_line, server_key
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))
@@ -49,6 +51,30 @@ def test_sglang_variants_differ_in_drafting_and_in_the_fraction_of_the_remaining
         left -= left * fraction
     assert taken == pytest.approx([taken[0]] * 3, rel=0.02)
     assert left > taken[0]  # the reference engine of the parity gate fits too
+
+
+def test_servers_have_equal_keys_where_all_that_they_are_started_with_is_equal(
+        target: Path, drafter: Path, uses: DrafterUses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_for("sglang", target, "h100")
+    copied = Path(shutil.copytree(drafter, tmp_path / "copied"))
+    uses["candidate"] = DrafterUse(drafter_dir=str(copied), setting=CHAIN)
+
+    def key(name: str, uses: DrafterUses = uses, num_shares: int = 4, gpus: GpuGroup = ("0",),
+            plan: ServerPlan = plan) -> str:
+        return server_key(plan, name, uses, num_shares, gpus)
+
+    off, candidate = key("off"), key("candidate")
+    # Whatever it is compared with, as long as that changes no argument.
+    assert key("baseline", {"baseline": DrafterUse(), "drafted": uses["candidate"]}) == off
+    others = [candidate, key("incumbent"), key("off", num_shares=5), key("off", gpus=("1",)),
+              key("off", plan=replace(plan, max_concurrency=9))]
+    monkeypatch.setenv("EYRIE_ANY", "1")
+    others.append(key("off"))
+    monkeypatch.delenv("EYRIE_ANY")
+    (copied / "model.safetensors").write_bytes(b"another")
+    others.append(key("candidate"))
+    assert len({off, *others}) == 1 + len(others)
+    assert key("off") == off
 
 
 def test_servers_share_the_fraction_that_the_job_names(target: Path, uses: DrafterUses, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +25,7 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import last_lines
 from eyrie_workers.engines.parent_death_signal import reap, with_parent_death_signal
 
+READY_FILE = "ready.json"  # next to the log
 _POLL_S = 0.05
 _OFF = DrafterUse()
 TreesByBatchSize = dict[int, DraftTreeShape | None]
@@ -127,15 +128,15 @@ class ServerProcess(ABC):
         raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
 
     def ticks(self) -> dict[int, int]:
-        """Clock ticks that each process of its group has computed, by process id."""
-        ticks = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+        return group_ticks(self.process.pid)
+
+    def memory_bytes(self) -> int:
+        """Main memory of its processes, pages that several share counted once."""
+        kib = 0
+        for pid in self.ticks():
             with contextlib.suppress(OSError):  # a process that ends meanwhile
-                # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
-                fields = stat.read_text().rsplit(")", 1)[1].split()
-                if int(fields[2]) == self.process.pid:
-                    ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-        return ticks
+                kib += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
+        return kib * 1024
 
     def stop(self, timeout_s: float = 15.0) -> int:
         """Stop it: SIGTERM, on which it finishes running requests, then SIGKILL to the rest of its process group.
@@ -154,12 +155,29 @@ class ServerProcess(ABC):
         return code
 
 
-def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) \
-        -> subprocess.Popen[bytes]:
-    """Start a server, its output in `log_file`. It is killed when this process ends, even by SIGKILL."""
+def group_ticks(leader: int) -> dict[int, int]:
+    """Clock ticks that each process of a group has computed, by process id."""
+    ticks = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that ends meanwhile
+            # After the name in parentheses: state, parent, process group, ...; user and system time are 11 and 12.
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == leader:
+                ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+    return ticks
+
+
+StartProcess = Callable[[Sequence[str], Path, Mapping[str, str] | None], subprocess.Popen[bytes]]
+"""`start_process`, or the same in the keeper of servers (`server_keeper`)."""
+
+
+def start_process(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None,
+                  directory: str | None = None) -> subprocess.Popen[bytes]:
+    """Start a server, its output in `log_file`; `directory` is that it works in, this process's by default. It is
+    killed when this process ends, even by SIGKILL."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as log:
-        return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT,
+        return subprocess.Popen(with_parent_death_signal(command), stdout=log, stderr=subprocess.STDOUT, cwd=directory,
                                 stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
@@ -186,9 +204,9 @@ class EngineProcess(ServerProcess):
         """Nothing to do: the engine shares no prefixes, and its n-gram look-up reads the text of the request alone."""
 
 
-def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:
+def start_engine(command: EngineCommand, directory: Path, start: StartProcess = start_process) -> EngineProcess:
     """Start an engine, with log and ready file in `directory`; does not wait until it is ready."""
-    ready_file, log_file = directory / "ready.json", directory / "engine.log"
+    ready_file, log_file = directory / READY_FILE, directory / "engine.log"
     ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
     argv = tuple(command.argv(ready_file))
-    return EngineProcess(start_process(argv, log_file), ready_file, log_file, argv)
+    return EngineProcess(start(argv, log_file, None), ready_file, log_file, argv)

@@ -22,7 +22,7 @@ from eyrie_api.contract.stages import RegenerateStage
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_workers.regeneration.answers import GeneratedAnswer, GenerationOutcome, GenerationRequest
 from eyrie_workers.sglang.local_hardware import gpu_groups, visible_gpus
-from eyrie_workers.sglang.servers import ServerPlan, ServerPool
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
@@ -79,7 +79,8 @@ Pause = Callable[[], None]
 
 
 @contextmanager
-def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage) -> Iterator[tuple[RegenerateSpec, Pause]]:
+def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage,
+                   history: ServerHistory) -> Iterator[tuple[RegenerateSpec, Pause]]:
     """Start the servers and wait until they are ready; stop them when the block is left.
 
     Yields the section with the servers' URLs, and a pause point that raises EngineFailed when a server has ended.
@@ -89,7 +90,7 @@ def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage) -> Iter
     concurrency = -(-spec.regenerate.concurrency // len(groups))
     plan = ServerPlan("sglang", spec.target, concurrency, engine=spec.engine, gpu_groups=groups)
     uses = {f"server-{number}": DrafterUse() for number in range(len(groups))}
-    pool = ServerPool(plan, uses, directory, stage, capacity=len(groups), beside_reference=False)
+    pool = ServerPool(plan, uses, directory, stage, history, capacity=len(groups), beside_reference=False)
     try:
         for error in pool.make_ready(list(uses)).values():
             raise error

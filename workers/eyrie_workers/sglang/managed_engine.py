@@ -181,7 +181,7 @@ class SglangEngine:
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
         machine = self._plan.machine or detect_hardware()
         return EngineUsed(kind="sglang", version=self._history.version or "unknown", dtype=self._plan.target.dtype,
-                          device=machine.name, limits=limits, restarts=self.restarts)
+                          device=machine.name, limits=limits, restarts=self.restarts, starts=self._history.starts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
         return GREEDY_ONLY if self._on_cpu and temperature > 0.0 and setting.tree is not None else None
@@ -197,12 +197,11 @@ class SglangEngine:
     def start(self, uses: Variants) -> dict[str, EyrieError]:
         unknown = [name for name, use in uses.items() if self._pool.uses.get(name) != use]
         assert not unknown, f"variants {unknown} are not among the possible ones"
-        before = set(self._pool.resident)
+        before = self._history.starts
         failed = self._pool.make_ready(list(uses))
-        new = [name for name in self._pool.resident if name not in before]
-        if new:
-            self._stage.event("ServersReady", f"{len(new)} SGLang servers started: {', '.join(new)}; "
-                              f"{len(self._pool.resident)} of at most {self._pool.capacity} are resident")
+        if new := self._history.starts - before:
+            self._stage.event("ServersReady", f"{new} SGLang servers started; {len(self._pool.resident)} of at most "
+                              f"{self._pool.capacity} are resident: {', '.join(self._pool.resident)}")
         return failed
 
     def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
@@ -225,7 +224,6 @@ class SglangEngine:
                 answers, seconds = generate(server.url, requests, concurrency, self._context_length, truncate=truncate)
                 return EngineRun(answers, seconds, server.cpu_seconds() - cpu)
             except EngineFailed as error:
-                self._stage.pause_point()
                 self._pool.recover(variant, error)
 
     def stop(self) -> None:

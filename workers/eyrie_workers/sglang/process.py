@@ -6,7 +6,7 @@ transformers, and is reached over HTTP. The program that starts it is configurab
     EYRIE_SGLANG_PROGRAM   a command in shell syntax; default `python -m sglang.launch_server`
 
 The arguments are rendered in `launch`. One server is several processes (HTTP, scheduler, detokenizer); it has its own
-session so that all of them can be killed, and is killed when this process ends (`engines.parent_death_signal`).
+session so that all of them can be killed, and is killed when its parent ends (`engines.parent_death_signal`).
 
 Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes for one of 50 GB. `/ready` returns 200
 once the weights are loaded, the graphs captured and the warm-up request answered.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.processes import last_lines, log_lines
-from eyrie_workers.engines.process import EngineFailed, ServerProcess, start_process
+from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, start_process
 from eyrie_workers.sglang.plugin_files import place_plugin
 
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
@@ -112,7 +112,7 @@ class SglangServer(ServerProcess):
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,
-                 prefix: Sequence[str] | None = None) -> SglangServer:
+                 prefix: Sequence[str] | None = None, start: StartProcess = start_process) -> SglangServer:
     """Start a server with these arguments (`launch.launch_arguments`), with its log in `directory`; does not wait.
 
     environment   variables in addition to this process's own (`launch.launch_environment`)
@@ -120,9 +120,13 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     """
     log_file = directory / "sglang.log"
     command = (*(launcher_command() if prefix is None else prefix), *arguments)
-    process = start_process(command, log_file, merged_environment(environment or {}))
+    return as_server(start(command, log_file, merged_environment(environment or {})), log_file, command)
+
+
+def as_server(process: subprocess.Popen[bytes], log_file: Path, command: tuple[str, ...]) -> SglangServer:
+    """The server of a process that was started with this command."""
     given = {"--host": "127.0.0.1", "--port": "30000"} | {  # the defaults are SGLang's
-        flag: word for flag, word in pairwise(arguments) if flag in ("--host", "--port")}
+        flag: word for flag, word in pairwise(command) if flag in ("--host", "--port")}
     return SglangServer(process, f"http://{given['--host']}:{given['--port']}", log_file, command)
 
 

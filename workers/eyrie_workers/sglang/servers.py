@@ -1,4 +1,4 @@
-"""The servers of a comparison: one per variant, equal in everything but drafting, stopped with the stage.
+"""The servers of a comparison: one per variant, equal in everything but drafting.
 
 A variant is served by the serving engine with a drafter, with n-gram lookup, or without speculation (`DrafterUse`). An
 idle server uses memory and no CPU time, so the servers of all variants run on one machine at the same time, as far as
@@ -10,13 +10,19 @@ phase from their logs.
 Prove also measures the embedded engine, as processes of its server: `start_server` alone distinguishes the engines.
 
 A stage may be killed at any line. A server that survived it would disturb the next measurement and keep its memory, so
-every server is killed when the stage ends (`engines.parent_death_signal`).
+every server is killed when the stage ends (`engines.parent_death_signal`), except those that a stage which ended well
+passes on (`engines.server_keeper`): the next one continues with servers of equal keys (`server_key`).
 """
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from eyrie_api.contract.engine import EngineKind, EngineSpec
@@ -27,12 +33,15 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.planning.sglang_attention import SglangHardware
 from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import (
+    READY_FILE,
     EngineCommand,
     EngineFailed,
+    EngineProcess,
     ServerProcess,
     batch_size_schedule,
     start_engine,
 )
+from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import checkpoint_algorithm, read_drafter, read_target
@@ -46,7 +55,7 @@ from eyrie_workers.sglang.launch import (
     shared_args,
 )
 from eyrie_workers.sglang.local_hardware import GpuGroup, detect_hardware
-from eyrie_workers.sglang.process import launcher_command, plugin_root, start_sglang
+from eyrie_workers.sglang.process import as_server, launcher_command, merged_environment, plugin_root, start_sglang
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve
@@ -143,18 +152,41 @@ def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
 
     Raises InvalidInput (Unlaunchable) for a setting the engine does not support.
     """
+    start = partial(keeper().start, server_key(plan, name, uses, share[1], gpus))
     if plan.kind == "embedded":
-        return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory))
+        return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory, start))
     launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port(), share)
     launch_plan = replace(launch_plan, plugin_root=plugin_root(directory))
     config = adaptive_config(launch_plan)
     if config is not None:
         directory.mkdir(parents=True, exist_ok=True)
         Path(str(launch_plan.adaptive_path)).write_text(config)
-    environment = launch_environment(launch_plan)
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return ManagedServer(name, start_sglang(launch_arguments(launch_plan, shared), directory, environment=environment))
+    return ManagedServer(name, start_sglang(launch_arguments(launch_plan, shared), directory,
+                                            environment=_environment(launch_plan, gpus), start=start))
+
+
+def _environment(launch_plan: LaunchPlan, gpus: GpuGroup) -> dict[str, str]:
+    return launch_environment(launch_plan) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+
+
+def server_key(plan: ServerPlan, name: str, uses: DrafterUses, num_shares: int, gpus: GpuGroup) -> Digest:
+    """The digest of all that a variant's server is started with: command line, environment, files of the models. Equal
+    servers have equal keys, whatever their ports, their logs, and the shares of the memory that were taken before.
+
+    Raises as `start_server`.
+    """
+    use, config, environment = uses[name], None, dict[str, str]()
+    if plan.kind == "embedded":
+        words = tuple(_engine_command(plan, use).argv())
+    else:
+        launch_plan, shared = _sglang_plan(plan, name, uses, Path(), 0, (0, num_shares))
+        words = (*launcher_command(), *launch_arguments(launch_plan, shared))
+        config, environment = adaptive_config(launch_plan), _environment(launch_plan, gpus)
+    models = [resolve(plan.target), *([Path(use.drafter_dir)] if use.drafter_dir is not None else [])]
+    files = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns)
+                   for model in models for file in model.rglob("*") if file.is_file())
+    content = json.dumps([words, sorted(merged_environment(environment).items()), config, files])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def command_line(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> tuple[str, ...]:
@@ -218,6 +250,7 @@ class ServerRecord(Frozen):
     version: str = ""
     """That its server reported; empty where the line is of an end."""
 
+    started: bool = False
     ended: str = ""
     """Why the server ended while it was used, before another replaced it."""
 
@@ -234,6 +267,11 @@ class ServerHistory:
         self._ledger = JsonlLedger(out_dir / HISTORY, ServerRecord, spec_digest)
 
     @property
+    def starts(self) -> int:
+        """Servers that were started, those that replaced others among them."""
+        return sum(record.started for record in self._ledger.entries)
+
+    @property
     def restarts(self) -> int:
         """Servers that were replaced after they had ended."""
         return sum(bool(record.ended) for record in self._ledger.entries)
@@ -242,6 +280,9 @@ class ServerHistory:
     def version(self) -> str:
         """Of the servers; several, where it changed between runs; empty before one was asked."""
         return ", ".join(dict.fromkeys(record.version for record in self._ledger.entries if record.version))
+
+    def note_start(self, variant: str) -> None:
+        self._ledger.append(ServerRecord(variant=variant, started=True))
 
     def note_end(self, variant: str, message: str) -> None:
         self._ledger.append(ServerRecord(variant=variant, ended=message or "without a message"))
@@ -276,12 +317,18 @@ class ServerPool:
     """Index in `plan.gpu_groups` of each resident server."""
 
     def __post_init__(self) -> None:
-        """Compute `capacity`. Raises InvalidInput when not one server fits."""
+        """Compute `capacity`, and take over what is kept. Raises InvalidInput when not one server fits."""
         self._groups = self.plan.gpu_groups or ((),)
+        on_cpu = self.plan.hardware.platform == "cpu"
         # SGLang measures a GPU's free memory at start, so there servers start one after the other.
-        self._one_by_one = self.plan.kind == "sglang" and self.plan.hardware.platform != "cpu"
-        if self.capacity:
-            return
+        self._one_by_one = self.plan.kind == "sglang" and not on_cpu
+        # Of a GPU's memory the share is known before, and part of the keys of servers; of main memory it is measured.
+        if not self.capacity and not on_cpu:
+            self.capacity = self._num_that_fit()
+        self._take_over()
+        self.capacity = self.capacity or self._num_that_fit()
+
+    def _num_that_fit(self) -> int:
         machine, target = self.plan.hardware, resolve(self.plan.target)
         drafters = {use.drafter_dir for use in self.uses.values() if use.drafter_dir is not None}
         weights = profiles.weights_on_disk(target) + max(
@@ -292,10 +339,37 @@ class ServerPool:
         kv_bytes = tokens * profiles.kv_bytes_per_token(config, self.plan.target.dtype)
         available = profiles.available_bytes(machine, self.plan.engine.tp_size)
         if machine.platform == "cpu":
-            available -= weights  # of the reference implementation, which replays or explains answers
+            # Without the reference implementation, which replays or explains answers.
+            available += sum(managed.server.memory_bytes() for managed in self._servers.values()) - weights
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
         one_server = profiles.server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram)
-        self.capacity = profiles.num_that_fit(available, one_server) * len(self._groups)
+        return profiles.num_that_fit(available, one_server) * len(self._groups)
+
+    @property
+    def _num_shares(self) -> int:
+        """Of the memory of one group of GPUs."""
+        return -(-self.capacity // len(self._groups)) + self.beside_reference
+
+    def _take_over(self) -> None:
+        """Continue with kept servers that equal those of variants, flushed; stop the others."""
+        kept, wanted = keeper().taken, dict[Digest, tuple[str, int]]()
+        for name, (group, gpus) in product(self.uses, enumerate(self._groups)) if kept else ():
+            with suppress(EyrieError):  # reported when it is started
+                wanted.setdefault(server_key(self.plan, name, self.uses, self._num_shares, gpus), (name, group))
+        while kept:
+            process = kept.pop()
+            command, log_file = process.command, process.log_file
+            server: ServerProcess = as_server(process, log_file, command) if self.plan.kind == "sglang" else \
+                EngineProcess(process, log_file.with_name(READY_FILE), log_file, command)
+            name, group = wanted.pop(process.key, ("", 0))
+            with suppress(EngineFailed):
+                if name and server.ready():
+                    server.flush()
+                    self._servers[name], self._group_of[name] = ManagedServer(name, server), group
+                    continue
+            server.stop(DRAIN_S[self.plan.kind])
+        if self._servers:
+            self.stage.event("ServersTaken", f"servers of the stage before continue: {', '.join(self._servers)}")
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -316,7 +390,8 @@ class ServerPool:
                 self._group_of[name] = self._group_of[twin]
         for name in unneeded:
             self.discard(name)
-        missing = [name for name in names if name not in self._servers][: self.capacity - len(self._servers)]
+        missing = [name for name in names if name not in self._servers]
+        missing = missing[: max(0, self.capacity - len(self._servers))]
         failed: dict[str, EyrieError] = {}
         for group in ([[name] for name in missing] if self._one_by_one else [missing]):
             for name in group:
@@ -360,6 +435,7 @@ class ServerPool:
         if managed is None:
             return False
         deadline = time.monotonic() + within_s
+        self.stage.pause_point()  # a server that ends with the run is not replaced
         try:
             while time.monotonic() < deadline:
                 managed.server.check()
@@ -398,9 +474,12 @@ class ServerPool:
         taken = Counter(self._group_of[other] for other in self._servers)
         group = min(range(len(self._groups)), key=lambda number: taken[number])
         self._group_of[name] = group
-        share = (taken[group], -(-self.capacity // len(self._groups)) + self.beside_reference)
+        share = (taken[group], self._num_shares)
         directory = self.directory / name.replace("/", "-").replace(" ", "-")
-        return start_server(self.plan, name, self.uses, directory, share, self._groups[group])
+        server = start_server(self.plan, name, self.uses, directory, share, self._groups[group])
+        if self.history is not None:
+            self.history.note_start(name)
+        return server
 
     def _wait(self, names: Sequence[str]) -> dict[str, EyrieError]:
         """Poll starting servers until each is ready or has ended; returns the errors of those that ended."""

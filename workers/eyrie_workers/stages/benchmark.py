@@ -132,7 +132,8 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         if not concurrent.is_measured:
             start_all(session, in_blocks)
             concurrent.measure(stage)
-    # The servers are gone: where an answer differs, the reference implementation of the target is loaded to explain it.
+    # Where an answer differs, the reference implementation of the target is loaded to explain it: servers leave it a
+    # share of the memory.
     cells, at_once = report_cells(session, measured, variant), concurrent.reports()
     for step, cell in enumerate(cells):
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):

@@ -28,9 +28,9 @@ The undrafted answers to prompts of one user message are written to a file of th
 cannot leave its drafter out of single requests, the console compares served answers with them.
 
 Every finished check is a line of the ledger, the answers one and the load test one per level, from which an interrupted
-stage resumes. The servers exit with the stage (`sglang.servers`), and are flushed and warm before each block of a load
-test. A block, and a check of answers, during which a server ends is repeated once with a new one; the report counts
-these restarts.
+stage resumes. Servers that tuning has passed on are used; all exit with the stage (`sglang.servers`), and are flushed
+and warm before each block of a load test. A block, and a check of answers, during which a server ends is repeated once
+with a new one; the report counts these restarts.
 """
 
 import itertools
@@ -114,9 +114,6 @@ VARIANTS = "variants"  # folder of the servers' files
 _COMPARED_PROMPTS = 8  # of the proof, in addition to the probe's conversations
 _REPEATS = 2  # blocks per level where servers do not fit next to each other
 _WARMUP_REQUESTS = 2
-_LEAST_CONCURRENCY = 8
-"""Requests that a server decodes at once where the endpoint sets no limit and the declared loads are lower."""
-
 
 StandingOf = Callable[[PairedRatios, LevelResults, LevelResults], Standing]
 """Of the candidate's comparison with the baseline, from their results so far."""
@@ -250,7 +247,7 @@ class Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Check the tuned drafter in the serving engine."""
     started = time.monotonic()
-    concurrency = spec.max_concurrency or max(_LEAST_CONCURRENCY, *spec.prove.concurrencies)
+    concurrency = spec.prove.at_once(spec.max_concurrency)
     engine = spec.engine
     groups = gpu_groups(visible_gpus(), engine.tp_size, engine.num_gpus) if engine.kind == "sglang" else ()
     plan = ServerPlan(engine.kind, spec.target, concurrency, spec.benchmark.threads, engine=engine,
@@ -305,7 +302,8 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
         "changed_parity": parity.changed_parity, "loaded_parity": parity.loaded_parity,
         "sampled_parity": parity.sampled_parity,
         "prompt_differences": collected.answers.prompt_differences, "disturbed": proof.disturbed,
-        "restarts": proof.history.restarts, "launch": launch, "seconds": time.monotonic() - started})
+        "restarts": proof.history.restarts, "starts": proof.history.starts, "launch": launch,
+        "seconds": time.monotonic() - started})
     for step, comparison in enumerate(comparisons):
         stage.metric(f"{comparison.variant}/{comparison.level:g} users/speedup", step, comparison.throughput_ratio)
     holds = report.parity is not None and all(

@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
+from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.model import Digest
 from eyrie_api.contract.reports import Lengths, QuarantinedRow, RegenerateReport
@@ -64,6 +64,7 @@ from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.local_engines import EmbeddedClient, sglang_servers
 from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.regeneration.sharded import ShardingConfig
+from eyrie_workers.sglang.servers import ServerHistory
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config
@@ -302,7 +303,8 @@ def _client(rows: Rows) -> Iterator[tuple[GenerationClient, Callable[[], None]]]
     client: GenerationClient
     if engine == "sglang":
         stage.event("ServersStarting", "SGLang servers of the target are starting")
-        with sglang_servers(spec, stage.out_dir / SERVERS, stage) as (own, pause):
+        history = ServerHistory(stage.out_dir, digest_model(spec))
+        with sglang_servers(spec, stage.out_dir / SERVERS, stage, history) as (own, pause):
             stage.event("ServersReady", f"{len(own.endpoints)} SGLang servers answer")
             endpoint = endpoint_of(own, spec.target, rows.context)
             yield OnlineClient(replace(endpoint, native=True), texts, warn), pause
@@ -376,8 +378,10 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
     for quarantined_row in quarantined:
         tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
         reasons.add(quarantined_row)
+    engine = _engine_name(spec)
     return RegenerateReport(
-        engine=_engine_name(spec), rows_read=summary.rows_read, rows_answered=answered,
+        starts=ServerHistory(stage.out_dir, digest_model(spec)).starts if engine == "sglang" else 0,
+        engine=engine, rows_read=summary.rows_read, rows_answered=answered,
         rows_reused=tally.reused, rows_held_out=summary.rows_held_out,
         rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
         equal_prompts=summary.equal_prompts,

@@ -23,6 +23,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt, load_suite
 from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
+from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine import GpuReading, ProcessorTime, cpu_count, gpu_interference, interference, machine_lock
 from eyrie_workers.measure.benchmark.variants import BASELINE, Bench, Entry, Sample, Unit, UnitKey, Variant, entry_of
@@ -147,7 +148,8 @@ def uses_of(spec: BenchmarkStage | TuneStage, settings: Mapping[str, Setting]) -
 @contextmanager
 def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Mapping[str, DrafterUse], stage: Stage,
                  max_concurrency: int = 1) -> Iterator[Session]:
-    """An engine of the stage's kind, without variants yet; stopped when the block is left.
+    """An engine of the stage's kind, without variants yet; stopped when the block is left, unless its servers are kept
+    after a block without an error (`measuring`).
 
     possible   every variant that will be started
 
@@ -161,7 +163,8 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
         engine = EmbeddedEngine(load_target(path, spec.target.dtype), spec.target.dtype, max_concurrency)
     else:
         groups = gpu_groups(visible_gpus(), spec.engine.tp_size, spec.engine.num_gpus)
-        plan = ServerPlan("sglang", spec.target, max_concurrency, engine=spec.engine, gpu_groups=groups)
+        plan = ServerPlan("sglang", spec.target, spec.max_concurrency or max_concurrency, engine=spec.engine,
+                          gpu_groups=groups)
         engine = SglangEngine(plan, dict(possible), stage.out_dir / "servers", stage,
                               ServerHistory(stage.out_dir, digest_model(spec)))
     temperatures = {"benchmark.temperatures": spec.benchmark.temperatures}
@@ -173,7 +176,10 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
                   stop_ids=tuple(tokenizer.eos_ids))
     try:
         yield Session(bench, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
-    finally:
+    except BaseException:
+        engine.stop()
+        raise
+    if keeper().connection is None:
         engine.stop()
 
 
@@ -201,6 +207,9 @@ def measuring(stage: Stage) -> Iterator[list[str]]:
     Yields a list that has that finding when the block was left.
 
     Models are loaded inside too: one benchmark must not load its models while another is being timed.
+
+    Servers that the stage before has kept are taken over with its lock; those that run when the block is left without
+    an error are kept in the same way.
     """
     waiting = False
 
@@ -212,13 +221,18 @@ def measuring(stage: Stage) -> Iterator[list[str]]:
         stage.pause_point()
 
     adopt_orphans()  # a killed server's processes
-    gpus = () if os.environ.get("EYRIE_DEVICE") == "cpu" else visible_gpus()
-    with machine_lock(while_waiting, gpus=own_gpus()):
-        before, gpus_before, found = ProcessorTime.now(), GpuReading.now(gpus), list[str]()
+    gpus, own = () if os.environ.get("EYRIE_DEVICE") == "cpu" else visible_gpus(), own_gpus()
+
+    def reading() -> tuple[ProcessorTime | None, GpuReading | None]:
+        return ProcessorTime.now(servers_s=keeper().cpu_seconds()), GpuReading.now(gpus, keeper().pid)
+
+    with machine_lock(while_waiting, gpus=own, held=keeper().take()) as lock:
+        before, found = reading(), list[str]()
         yield found
-        disturbed = "; ".join(filter(None, (
-            interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0]),
-            gpu_interference(gpus_before, GpuReading.now(gpus)))))
+        after = reading()
+        disturbed = "; ".join(filter(None, (interference(before[0], after[0], cpu_count(), os.getloadavg()[0]),
+                                            gpu_interference(before[1], after[1]))))
+        keeper().keep(lock)
     if disturbed:
         found.append(disturbed)
         stage.event("MachineBusy", disturbed, warning=True)
