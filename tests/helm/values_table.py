@@ -42,7 +42,8 @@ def settings_schema() -> dict[str, Any]:
     result = {}
     for name, field in sorted(Settings.model_fields.items()):
         if name not in GIVEN:
-            words = " ".join(described[name].get("description", "").split()) or f"EYRIE_{name.upper()}; default {field.default}."
+            words = " ".join(described[name].get("description", "").split())
+            words = words or f"EYRIE_{name.upper()}; default {field.default}."
             result[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
     return {"type": "object", "additionalProperties": False, "properties": result,
             "description": "Further settings of the control plane, by the names of eyrie_api.settings."}

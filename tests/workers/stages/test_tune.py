@@ -58,7 +58,7 @@ def raced(directory: Path) -> set[str]:
 
 
 def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_other_prompts(tmp_path: Path) -> None:
-    spec = stage_specs(tmp_path, prompts_per_suite=12)[1]
+    spec = stage_specs(tmp_path, prompts_per_suite=12, max_new_tokens=6)[1]
     directory = prepare(tmp_path, spec)
     assert run_here(directory) == 0
     verify_files(read_manifest(directory), directory)
