@@ -36,6 +36,8 @@ from tests.api.figures.endpoint_values import endpoint_with_history
 from tests.api.samples import ManualClock, job_body, job_spec, set_stage
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report, load_report
 
+DATABASES = ("sqlite",)  # pages have no SQL of their own: what they read is tested on both elsewhere
+
 HOSTILE = '"><script>alert(1)</script>'
 NIGHTLY: dict[str, Any] = job_body(name="nightly", train={"epochs": 3})
 

@@ -28,6 +28,8 @@ from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from tests.api.samples import job_body, job_spec
 
+DATABASES = ("sqlite",)  # pages have no SQL of their own: what they read is tested on both elsewhere
+
 TOKEN = "installation-token-of-this-test"
 PAGE = {"accept": "text/html"}
 DIGEST = "ab" * 32

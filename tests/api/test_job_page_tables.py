@@ -26,6 +26,8 @@ from tests.api.figures.job_values import finish_job, prove_report
 from tests.api.samples import benchmark_report, finish_stage, job_spec, set_stage
 from tests.api.test_promotion import LOSSY, STEADY, SUITES, proof_of
 
+DATABASES = ("sqlite",)  # pages have no SQL of their own: what they read is tested on both elsewhere
+
 
 @pytest.fixture
 def client(settings: Settings, database: Database) -> httpx.Client:

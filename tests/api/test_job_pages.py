@@ -24,6 +24,8 @@ from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from tests.api.samples import job_body, job_spec, planned, set_stage
 
+DATABASES = ("sqlite",)  # pages have no SQL of their own: what they read is tested on both elsewhere
+
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = '"><script>alert(1)</script>'
 

@@ -37,9 +37,10 @@ from tests.tiny import tiny_mimo, tiny_target
 ROW = '{"messages": [{"role": "user", "content": "hi"}]}\n'
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return target_directory(tmp_path / "target")
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests that only read it: a template is probed, in a process, once per directory."""
+    return target_directory(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.fixture
@@ -59,7 +60,8 @@ def refused(settings: Settings, kind: type[EyrieError], says: str, **changes: An
 
 
 def test_a_local_target_with_local_data_is_accepted_with_absolute_paths(
-        settings: Settings, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_directory(tmp_path / "target")
     (tmp_path / "chats.jsonl").write_text(ROW)
     monkeypatch.chdir(tmp_path)
     checked = check(job_spec(target={"model": "./target"}, data=data("chats.jsonl")), settings)
@@ -146,7 +148,8 @@ def test_a_directory_without_config_is_not_a_target(settings: Settings, tmp_path
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x80", "[" * 100_000, '{"a": ' * 100_000,
                                   '{"a": ' + "9" * 5000 + "}"], ids=range(7))
-def test_an_unreadable_config_is_refused(settings: Settings, target: Path, text: str) -> None:
+def test_an_unreadable_config_is_refused(settings: Settings, tmp_path: Path, text: str) -> None:
+    target = target_directory(tmp_path / "target")
     (target / "config.json").write_bytes(text.encode("latin-1"))
     refused(settings, UnsupportedTarget, "config.json", target={"model": str(target)})
 
@@ -168,7 +171,8 @@ def test_an_architecture_we_cannot_decode_is_refused_and_the_supported_ones_are_
     assert "Qwen3ForCausalLM" in caught.value.hint
 
 
-def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, target: Path) -> None:
+def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, tmp_path: Path) -> None:
+    target = target_directory(tmp_path / "target")
     (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10, "eos_token": "<end>"}))
     refused(settings, NoChatTemplate, "without a chat template", target={"model": str(target)})
     (target / "chat_template.jinja").write_text("{{ messages }}")

@@ -15,6 +15,8 @@ from eyrie_api.contract.status import Event, Job, StageStatus
 from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, NotFound, TargetNotFound
+from eyrie_api.http import event_fanout
+from eyrie_api.http.routes import streams
 from eyrie_api.http.routes.jobs import JOBS
 from tests.api.conftest import Running
 from tests.api.samples import (
@@ -93,12 +95,15 @@ def test_events_are_a_json_list_for_those_who_ask_for_json(server: Running, job:
     assert list(server.client.events(job.id, events[-1].id, follow=False)) == []
 
 
-def test_more_events_than_a_batch_are_all_streamed_in_order(server: Running, job: Job) -> None:
-    for number in range(620):
+def test_more_events_than_a_batch_are_all_streamed_in_order(
+        server: Running, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((event_fanout, "_MAX_BATCH"), (streams, "_BATCH")):
+        monkeypatch.setattr(module, name, 20)
+    for number in range(50):
         record_event(server.control.jobs, job.id, "Tick", str(number))
     server.control.jobs.save_status(job.id, ended("Succeeded"))
     streamed = [event.message for event in server.client.events(job.id)][1:]
-    assert streamed == [str(number) for number in range(620)]
+    assert streamed == [str(number) for number in range(50)]
 
 
 @pytest.mark.parametrize("last", ["abc", "-1", "1.5", "9" * 40, "\u0663".encode()])

@@ -96,8 +96,8 @@ def test_the_fields_of_a_clusters_profile_are_listed(model: type[BaseModel]) -> 
 
 
 def test_the_profiles_of_hardware_are_listed() -> None:
-    field = ServingSpec.model_fields["hardware_profile"]
-    assert set(re.findall(r"`([a-z0-9-]+)`", field.description or "")) - {"placement"} == set(PROFILES)
+    field = ServingSpec.model_json_schema()["properties"]["hardware_profile"]
+    assert set(re.findall(r"`([a-z0-9-]+)`", field["description"])) - {"placement"} == set(PROFILES)
 
 
 def test_the_job_on_the_page_of_one_gpu_is_valid() -> None:
@@ -127,9 +127,9 @@ def test_the_smallest_example_is_run_to_its_decision_by_the_python_example(tmp_p
 @pytest.mark.parametrize("page", [path for path in PAGES if _commands(path)],
                          ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_of_a_page_exists_with_its_options(page: Path) -> None:
+    eyrie: click.Command = typer.main.get_command(app)
     for line in _commands(page):
-        words = shlex.split(line, comments=True)[1:]
-        command: click.Command = typer.main.get_command(app)
+        words, command = shlex.split(line, comments=True)[1:], eyrie
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         assert not getattr(command, "commands", None) or not words, f"{line}: no such command"

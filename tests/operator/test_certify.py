@@ -24,6 +24,7 @@ from eyrie_api.decisions.certification import certification as certified
 from eyrie_api.errors import InvalidInput
 from eyrie_operator.cli.certify import judge, words
 from tests.api.samples import benchmark_report
+from tests.operator.conftest import Eyrie
 from tests.tiny import tiny_target
 from tests.workers.drafters import published_forms
 
@@ -118,7 +119,7 @@ def target(tmp_path: Path) -> Path:
     return tiny_target(tmp_path / "target", **published_forms.TARGET)
 
 
-def eyrie(where: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_process(where: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "EYRIE_SERVER"}
     return subprocess.run([sys.executable, "-m", "eyrie_operator.command", *map(str, arguments)], cwd=where, text=True,
                           capture_output=True, check=False, timeout=LIMIT_S,
@@ -131,7 +132,7 @@ def certify(where: Path, target: Path, *arguments: str | Path) -> subprocess.Com
     prompts.write_text("".join(json.dumps({"prompt": f"Name {number} towns."}) + "\n" for number in range(2, 6)))
     settings = [part for setting in SMALL for part in ("--set", setting)]
     given = () if "--prompts" in arguments else ("--prompts", prompts)
-    return eyrie(where, "certify", *arguments, "--target", target, *given, *settings, "--json")
+    return run_process(where, "certify", *arguments, "--target", target, *given, *settings, "--json")
 
 
 def test_a_drafter_of_another_target_and_a_damaged_one_are_refused_with_the_reason(tmp_path: Path,
@@ -162,8 +163,8 @@ def test_a_drafter_of_another_target_and_a_damaged_one_are_refused_with_the_reas
     (("--off", "http://one"), "one of --off and --drafted is missing"),
     (("--off", "http://one", "--drafted", "http://two", "--prompts", "p.jsonl"), "--target does not belong to --off")])
 def test_arguments_that_do_not_belong_together_are_refused(arguments: tuple[str, ...], says: str,
-                                                           tmp_path: Path) -> None:
-    done = eyrie(tmp_path, "certify", *arguments, "--target", "quickstart")
+                                                           tmp_path: Path, eyrie: Eyrie) -> None:
+    done = eyrie("certify", *arguments, "--target", "quickstart", cwd=tmp_path)
     assert done.returncode == 65
     assert says in done.stderr
 
@@ -175,8 +176,9 @@ def test_arguments_that_do_not_belong_together_are_refused(arguments: tuple[str,
     (("--prompts", "quickstart:chat", "--model", "m"), "are one server"),
     (("head", "--prompts", "p.jsonl", "--promote"), "DRAFTER, --promote does not belong to --off")])
 def test_two_running_servers_take_prompts_and_fields_of_the_proof(arguments: tuple[str, ...], says: str,
-                                                                   tmp_path: Path) -> None:
-    done = eyrie(tmp_path, "certify", "--off", "http://127.0.0.1:1", "--drafted", "http://localhost:1/v1", *arguments)
+                                                                   tmp_path: Path, eyrie: Eyrie) -> None:
+    done = eyrie("certify", "--off", "http://127.0.0.1:1", "--drafted", "http://localhost:1/v1", *arguments,
+                 cwd=tmp_path, env={"EYRIE_HOME": str(tmp_path / "home")})
     assert done.returncode == 65
     assert says in done.stderr
     assert not (tmp_path / "home").exists(), "no control plane takes part"
@@ -206,12 +208,12 @@ def test_published_drafters_are_measured_tuned_proven_and_judged_without_data_an
     stages = tmp_path / "home" / "jobs" / certificate["job"] / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["benchmark", "prove", "tune"]
 
-    up = json.loads(eyrie(tmp_path, "up", "--detach", "--port", "0", "--json").stdout)
+    up = json.loads(run_process(tmp_path, "up", "--detach", "--port", "0", "--json").stdout)
     try:
-        exported = eyrie(tmp_path, "export", certificate["job"], "--server", up["url"], "--to", tmp_path / "out",
-                         "--json")
+        exported = run_process(tmp_path, "export", certificate["job"], "--server", up["url"], "--to",
+                               tmp_path / "out", "--json")
     finally:
-        eyrie(tmp_path, "down")
+        run_process(tmp_path, "down")
     assert exported.returncode == 0, exported.stderr
     document = json.loads(exported.stdout)
     assert (document["drafted"], document["reason"]) == (False, certificate["summary"])

@@ -1,9 +1,6 @@
 """`eyrie data push`: files go into a bucket once, are checked first, and are then read by a job's path."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from eyrie_api.errors import InvalidInput, NoUsableData
 from eyrie_operator.cli.files import destination, push
 from eyrie_workers.data.readers import read_conversations
 from tests.api.artifacts.conftest import Bucket, make_bucket
+from tests.operator.conftest import Eyrie
 from tests.servers.s3 import S3Server
 
 ROW = '{"messages": [{"role": "user", "content": "%s"}]}\n'
@@ -73,8 +71,6 @@ def test_without_a_place_it_is_below_the_artifact_store_and_elsewhere_than_a_buc
             destination(Path("/x/chats"), to, given)
 
 
-def test_the_command_prints_one_json_document(bucket: Bucket, chats: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "eyrie_operator.command", "data", "push", str(chats), "--to",
-         f"s3://{bucket.name}/c", "--json"], env=dict(os.environ), capture_output=True, text=True, check=True)
+def test_the_command_prints_one_json_document(bucket: Bucket, chats: Path, eyrie: Eyrie) -> None:
+    done = eyrie("data", "push", chats, "--to", f"s3://{bucket.name}/c", "--json")
     assert json.loads(done.stdout) == {"path": f"s3://{bucket.name}/c", "files": 3, "sent": 3, "bytes": 147}

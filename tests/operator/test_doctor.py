@@ -1,11 +1,9 @@
 """`eyrie doctor`: each kind of damage is found and named, and repaired where that is possible."""
 
 import json
-import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from eyrie_pipelines.processes import ProcessId
 from tests.api.artifacts.conftest import make_bucket
 from tests.api.samples import benchmark_report, ended, finish_stage, job_spec
 from tests.api.test_job_files import profile
+from tests.operator.conftest import Eyrie
 from tests.operator.test_reconcile import manifest
 from tests.servers.postgres import Postgres
 from tests.servers.s3 import S3Server
@@ -210,13 +209,13 @@ def on_postgres_and_s3(postgres: Postgres, s3: S3Server, path: Path) -> tuple[Da
     upgrade(database)
     work = {"kind": "s3", "url": f"s3://{bucket.name}/eyrie", "endpoint_url": s3.endpoint_url}
     return database, bucket.store("eyrie"), {
-        **os.environ, "EYRIE_DATABASE_URL": database.engine.url.render_as_string(hide_password=False),
+        "EYRIE_DATABASE_URL": database.engine.url.render_as_string(hide_password=False),
         "EYRIE_CLUSTER_PROFILE": str(profile(path / "profile.yaml", work)), "EYRIE_HOME": str(path / "home"),
         "EYRIE_ARTIFACTS_CREDENTIALS_DIR": str(bucket.secret)}
 
 
 def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_found(
-        postgres_server: Postgres, rclone_s3: S3Server, tmp_path: Path) -> None:
+        postgres_server: Postgres, rclone_s3: S3Server, tmp_path: Path, eyrie: Eyrie) -> None:
     database, store, variables = on_postgres_and_s3(postgres_server, rclone_s3, tmp_path)
     jobs = Jobs(database)
     whole, bare, changed, shorter, lost = (jobs.submit(derive(job_spec())).id for _ in range(5))
@@ -234,8 +233,7 @@ def test_on_postgresql_and_s3_rows_without_objects_and_objects_without_rows_are_
                                 drafter_dir=str(drafter), reason="better")
 
     def found(*options: str) -> set[tuple[str, str]]:
-        command = [sys.executable, "-m", "eyrie_operator.command", "doctor", "--json", *options]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=120)
+        done = eyrie("doctor", "--json", *options, env=variables)
         assert done.returncode == 74, done.stderr
         return {(one["reason"], one["where"]) for one in json.loads(done.stdout)}
 
@@ -259,10 +257,10 @@ def test_a_database_without_tables_is_named_and_nothing_in_it_is_read(
     database.close()
 
 
-def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(made: Made) -> None:
+def test_the_command_prints_findings_and_ends_with_74_until_they_are_repaired(
+        made: Made, eyrie: Eyrie) -> None:
     def doctor(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "eyrie_operator.command", "doctor", "--home", str(made.home), *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        return eyrie("doctor", "--home", made.home, *more)
 
     (made.home / "endpoints" / "gone").mkdir(parents=True)
     first, repaired, last = doctor("--json"), doctor("--repair"), doctor()

@@ -169,6 +169,7 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
 
 def test_a_job_that_has_ended_runs_again_from_the_stage_that_is_named(harness: Harness, rehearsal: Rehearsal) -> None:
     job_id = harness.submit()
+    harness.finish(job_id, SPEC)
     assert harness.drive(job_id).status.phase == "Succeeded"
     with pytest.raises(Conflict, match="--from STAGE"):
         harness.jobs.retry(job_id)
@@ -178,8 +179,7 @@ def test_a_job_that_has_ended_runs_again_from_the_stage_that_is_named(harness: H
     job = harness.drive(job_id)
     assert (job.status.phase, job.status.attempt, job.status.restarted_from) == ("Succeeded", 2, "tune")
     assert not (stages / "tune" / "left").exists()
-    assert rehearsal.starts()[-2:] == ["tune", "prove"]
-    assert [rehearsal.starts().count(stage) for stage in ("regenerate", "capture", "tune")] == [1, 1, 2]
+    assert rehearsal.starts() == ["tune", "prove"]
 
 
 def test_the_earlier_jobs_whose_answers_a_job_may_take_over_are_its_projects_and_are_chosen_once(
@@ -336,9 +336,13 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harne
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
     assert "eyrie retry JOB --from STAGE" in found.message
+    rehearsal.plan(capture=["hang"])
     harness.jobs.retry(job_id, "capture")
-    assert harness.drive(job_id).status.phase == "Succeeded"
-    assert rehearsal.starts().count("regenerate") == 1
+    harness.driver.advance(job_id)
+    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
+    harness.driver.advance(job_id)
+    assert harness.jobs.get(job_id).status.phase == "Running"
+    assert rehearsal.starts() == ["regenerate", "capture"]
 
 
 def test_a_run_is_stopped_before_its_job_fails_for_a_manifest_that_cannot_be_read(

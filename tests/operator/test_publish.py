@@ -28,6 +28,7 @@ from eyrie_api.settings import Settings
 from eyrie_operator.cli.files import publish
 from eyrie_workers.drafters.card import Card, identify, write_card
 from eyrie_workers.drafters.check import check_directory
+from tests.operator.conftest import Eyrie
 from tests.operator.hub_double import TOKEN, Hub, hub_double
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -113,7 +114,7 @@ def test_a_drafter_that_was_trained_elsewhere_is_not_published_from_here(served:
     assert not (tmp_path / "out").exists()
 
 
-def eyrie(url: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_process(url: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "eyrie_operator.command", "publish", *arguments, "--server", url],
                           capture_output=True, text=True, timeout=120, check=False,
                           env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DOWNLOAD_TIMEOUT": "60",
@@ -128,7 +129,7 @@ def hub() -> Iterator[Hub]:
 
 def test_a_repository_of_the_hub_gets_the_same_files_in_one_commit(served: tuple[str, str, Path], hub: Hub) -> None:
     url, _, _ = served
-    done = eyrie(url, "nightly", "--to", "org/drafter", "--json", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    done = run_process(url, "nightly", "--to", "org/drafter", "--json", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["published"] == f"{hub.url}/org/drafter"
     assert hub.repositories == {"org/drafter": True}
@@ -137,13 +138,14 @@ def test_a_repository_of_the_hub_gets_the_same_files_in_one_commit(served: tuple
     assert json.loads(hub.files["eyrie-card.json"])["results"]["tuned"]["speedup"] == 2.0
 
 
-def test_a_refused_upload_says_what_to_set_and_shows_no_token(served: tuple[str, str, Path], hub: Hub) -> None:
-    done = eyrie(served[0], "nightly", "--to", "org/drafter", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
+def test_a_refused_upload_says_what_to_set_and_shows_no_token(
+        served: tuple[str, str, Path], hub: Hub, eyrie: Eyrie) -> None:
+    done = run_process(served[0], "nightly", "--to", "org/drafter", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
     assert done.returncode != 0
     assert "NotPublished" in done.stderr
     assert "HF_TOKEN" in done.stderr
     assert "hf_wrong" not in done.stderr
-    both = eyrie(served[0], "nightly")
+    both = eyrie("publish", "nightly", "--server", served[0])
     assert "give one of --to and --out" in both.stderr
 
 

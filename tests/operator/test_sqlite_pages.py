@@ -1,11 +1,8 @@
 """Which databases have lost pages, with SQLite's own files: copied while it writes, checkpoints and shrinks them."""
 
-import os
 import random
 import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from eyrie_api.database.engine import Database
 from eyrie_operator.doctor import DatabaseDamaged, check_database, check_whole
 from eyrie_operator.sqlite_pages import ignored_commits, lost_pages
+from tests.operator.conftest import Eyrie
 
 
 def copied(path: Path, to: Path) -> Path:
@@ -67,7 +65,7 @@ def test_no_page_of_a_whole_database_counts_as_lost_whatever_was_written_moved_a
 
 
 def test_a_file_that_is_cut_off_next_to_its_log_is_damaged_though_sqlite_finds_nothing_and_is_left_as_it_is(
-        tmp_path: Path) -> None:
+        tmp_path: Path, eyrie: Eyrie) -> None:
     connection = opened(tmp_path / "a.db")
     connection.execute("INSERT INTO t VALUES (1, ?)", ("z" * 100_000,))
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -81,9 +79,7 @@ def test_a_file_that_is_cut_off_next_to_its_log_is_damaged_though_sqlite_finds_n
     with pytest.raises(DatabaseDamaged, match="cut off: 1 of its pages") as raised:
         check_whole(database)
     assert "restore" in raised.value.hint
-    migrated = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "migrate"], capture_output=True,
-                              text=True, env={**os.environ, "EYRIE_DATABASE_URL": f"sqlite:///{path}"},
-                              check=False, timeout=120)
+    migrated = eyrie("migrate", env={"EYRIE_DATABASE_URL": f"sqlite:///{path}"})
     assert migrated.returncode != 0
     assert "cut off" in migrated.stderr
     assert path.read_bytes() == cut

@@ -107,7 +107,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
                    if names == [row.architecture] and row.of_target == holds_mtp_layers(config)), None)
     if family is None:
         raise InvalidInput(f"it is of architecture {names!r}, which no family of Eyrie reads",
-                           "name a drafter of a family that `eyrie check-drafter` knows")
+                           "name a drafter of a family that `eyrie certify --check-only` knows")
     return Form(family, _dflash(config, num_layers) if family == "dflash" else dict(config), _stored)
 
 

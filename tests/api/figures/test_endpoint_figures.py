@@ -16,6 +16,8 @@ from eyrie_api.settings import Settings
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock
 
+DATABASES = ("sqlite",)  # figures have no SQL of their own: what they read is tested on both elsewhere
+
 BASE = "/v1alpha1/endpoints/chat/figures"
 
 

@@ -15,6 +15,8 @@ from eyrie_api.settings import Settings
 from tests.api.figures.job_values import NAMES, finish_job, job_report
 from tests.api.samples import benchmark_report, job_spec
 
+DATABASES = ("sqlite",)  # figures have no SQL of their own: what they read is tested on both elsewhere
+
 
 def test_figures_are_listed_and_read_as_the_report_defines_them(settings: Settings, database: Database) -> None:
     client: httpx.Client = TestClient(create_app(settings, database=database), base_url="http://127.0.0.1:8642")

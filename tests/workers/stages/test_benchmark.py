@@ -59,7 +59,7 @@ def wait_for_entries(ledger: Path, num: int) -> None:
 
 
 def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path) -> None:
-    spec = stage_specs(tmp_path)[0]
+    spec = stage_specs(tmp_path, max_new_tokens=6)[0]
     directory = prepare(tmp_path, spec.model_copy(update={
         "benchmark": spec.benchmark.model_copy(update={"concurrencies": (1, 3)})}))
     assert run_here(directory) == 0
@@ -86,7 +86,7 @@ def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path
 
 
 def test_a_rival_becomes_a_checkpoint_of_the_stage_and_is_measured_like_one(tmp_path: Path) -> None:
-    ours = stage_specs(tmp_path)[0]
+    ours = stage_specs(tmp_path, max_new_tokens=6)[0]
     head = random_drafter(tmp_path / "published", Path(ours.target.model), seed=5, layers=(1, 2))
     drafter = tmp_path / "stage" / "drafter"
     directory = prepare(tmp_path, ours.model_copy(update={

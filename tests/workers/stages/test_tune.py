@@ -58,7 +58,7 @@ def raced(directory: Path) -> set[str]:
 
 
 def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_other_prompts(tmp_path: Path) -> None:
-    spec = stage_specs(tmp_path, prompts_per_suite=12)[1]
+    spec = stage_specs(tmp_path, prompts_per_suite=12, max_new_tokens=6)[1]
     directory = prepare(tmp_path, spec)
     assert run_here(directory) == 0
     verify_files(read_manifest(directory), directory)
@@ -118,7 +118,7 @@ def test_a_required_suite_that_its_prompts_do_not_decide_answers_further_ones_an
 
 
 def test_a_suite_too_short_for_fresh_prompts_says_so_and_a_rival_is_tuned_in_the_same_way(tmp_path: Path) -> None:
-    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2)[1])
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2, max_new_tokens=6)[1])
     rival = random_drafter(tmp_path / "other", Path(spec.target.model), seed=5)
     directory = prepare(tmp_path, spec.model_copy(update={
         "rival": RivalDrafter(checkpoint="rival-other", drafter_dir=str(rival))}))
