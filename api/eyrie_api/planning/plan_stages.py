@@ -69,7 +69,7 @@ def starts(work: PlannedWork, num_gpus: Mapping[str, int]) -> dict[StageKey, int
         benchmark, tune, prove = 2 * in_turn, _variants(spec.tune) * (1 + rivals), 2 + rivals
         if not work.job.on_cluster:
             benchmark = in_turn + 1 if servers == 1 else 2 * in_turn
-            tune = (_variants(spec.tune) - 1) * (1 + rivals)
+            tune = (_variants(spec.tune) - 1) * (1 + rivals) + (servers > 1)  # side by side they keep nothing
             prove = rivals + (len(set(spec.tune.concurrencies)) > 1)
     is_answered = spec.data.answered or work.present >= work.rows
     numbers: dict[StageKey, int] = {
