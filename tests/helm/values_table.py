@@ -38,12 +38,10 @@ _SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelec
 def settings_schema() -> dict[str, Any]:
     """The schema of `settings`."""
     kinds = {int: "integer", float: "number", bool: "boolean"}
-    described = Settings.model_json_schema()["properties"]
     result = {}
     for name, field in sorted(Settings.model_fields.items()):
         if name not in GIVEN:
-            words = " ".join(described[name].get("description", "").split())
-            words = words or f"EYRIE_{name.upper()}; default {field.default}."
+            words = " ".join((field.description or "").split()) or f"EYRIE_{name.upper()}; default {field.default}."
             result[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
     return {"type": "object", "additionalProperties": False, "properties": result,
             "description": "Further settings of the control plane, by the names of eyrie_api.settings."}

@@ -1,15 +1,9 @@
 """The one base of every contract model: frozen, closed, documented field by field."""
 
-import ast
-import inspect
-import sys
 from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, StringConstraints
-from pydantic.json_schema import JsonSchemaValue
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 API_VERSION = "eyrie.dev/v1alpha1"
@@ -43,46 +37,20 @@ def _exact(schema: Any, model: type[BaseModel]) -> Any:
     return {name: part if name == "keys_schema" else _exact(part, model) for name, part in schema.items()}
 
 
-@cache
-def _attribute_docstrings(module: str) -> dict[str, dict[str, str | None]]:
-    """The text under each annotated attribute, None without one, of every class of a module."""
-    found: dict[str, dict[str, str | None]] = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if isinstance(node, ast.ClassDef):
-            fields = found.setdefault(node.name, {})
-            for line, after in pairwise([*node.body, ast.Pass()]):
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    fields[line.target.id] = (
-                        inspect.cleandoc(str(after.value.value))
-                        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None)
-    return found
-
-
 class Frozen(BaseModel):
     """A value: immutable, unknown fields refused, attribute docstrings become schema descriptions. Types are those of
     its JSON schema: a number is not made from a boolean or a text, nor a boolean from a number or a text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)  # of a complete model, in a field of another, what this has returned for it
+        schema = handler(source)
+        # A model that another one holds brings its own schema, which was changed when it was made.
         exact: CoreSchema = schema if cls.__pydantic_complete__ else _exact(schema, cls)
         return exact
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With the descriptions, which pydantic's `use_attribute_docstrings` would read at every import: a third of the
-        time of importing the contract."""
-        document = handler(schema)
-        properties = handler.resolve_ref_schema(document).get("properties", {})
-        texts = {name: text for model in reversed(cls.__mro__) if issubclass(model, Frozen)
-                 for name, text in _attribute_docstrings(model.__module__).get(model.__name__, {}).items()}
-        for name, field in cls.model_fields.items():
-            described = properties.get(name, properties.get(field.alias))
-            if described is not None and texts.get(name):
-                described.setdefault("description", texts[name])
-        return document
 
 
 class FromVariables(Frozen):
