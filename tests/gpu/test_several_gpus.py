@@ -31,7 +31,7 @@ from eyrie_workers.data.rows import read_rows
 from eyrie_workers.hidden_states.store import FeatureStore
 from tests.tiny import tiny_target
 from tests.workers.stages.test_capture import artifact, write_rows
-from tests.workers.stages.test_train import report_of, same, weights, write_store
+from tests.workers.stages.test_train import report_of, weights, write_store
 
 NUM_GPUS = torch.cuda.device_count()
 ON_GPUS = NUM_GPUS >= 2
@@ -44,13 +44,13 @@ in_sglang = pytest.mark.skipif(not ON_GPUS or SGLANG_PROGRAM not in os.environ,
                                reason=f"needs two GPUs, and {SGLANG_PROGRAM}")
 
 
-def run_stage(spec: Any, out: Path, processes: int = 1) -> Path:
-    """Run a stage program as the product does, on the first GPU or as so many processes; returns its directory."""
+def run_stage(spec: Any, out: Path, processes: int = 1, *, on_first_gpu: bool = False) -> Path:
+    """Run a stage program as the product does, as so many processes; returns its directory."""
     write_model(out / "spec.json", spec)
     program = [sys.executable, "-m", f"eyrie_workers.stages.{spec.stage}", "--spec", str(out / "spec.json"), "--out",
                str(out / "manifest.json")]
     environment = {"EYRIE_DEVICE": "cuda" if ON_GPUS else "cpu", "OMP_NUM_THREADS": "1"}
-    if processes == 1 and getattr(spec, "engine", None) is None and ON_GPUS:
+    if on_first_gpu and ON_GPUS:
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     command = under_torchrun(program, processes) if processes > 1 else program
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1100,
@@ -70,21 +70,24 @@ def test_a_drafter_trained_on_all_of_them_is_that_of_one(target_dir: Path, tmp_p
         job_id="job", candidate="c", target=TargetSpec(model=str(target_dir)), store_dir=str(store),
         drafter=DrafterSpec(draft_vocab_size=64), train=TrainSpec(
             ttt_length=3, epochs=4, max_tokens_per_batch=192, num_checkpoints=1, dtype="float32"))
-    one, all_of_them = run_stage(spec, tmp_path / "one"), run_stage(spec, tmp_path / "all", PROCESSES)
+    one = run_stage(spec, tmp_path / "one", on_first_gpu=True)
+    all_of_them = run_stage(spec, tmp_path / "all", PROCESSES)
     assert report_of(all_of_them).processes == PROCESSES
     assert report_of(all_of_them).tokens == report_of(one).tokens
+    assert len(report_of(one).checkpoints) == 1
     for mine, other in zip(weights(all_of_them).values(), weights(one).values(), strict=True):
         for name, tensor in mine.items():  # sums in another order: where a gradient is nearly 0 an AdamW step turns
             distance = (tensor.float() - other[name].float()).abs()
-            assert (float(distance.max()), float(distance.mean())) < (6e-3, 2e-4), name
-    assert not same(weights(one), {}), "weights were compared"
+            assert float(distance.max()) < 6e-3, name
+            assert float(distance.mean()) < 2e-4, name
 
 
 def test_a_store_captured_by_all_of_them_has_the_states_of_one(target_dir: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows", target_dir, 64)
     spec = CaptureStage(job_id="job", target=TargetSpec(model=str(target_dir)), rows_dir=str(tmp_path / "rows"),
                         capture=CaptureSpec(codec="float32", check_rows=0, shard_size_bytes=2**16, batch_tokens=64))
-    one, all_of_them = run_stage(spec, tmp_path / "one"), run_stage(spec, tmp_path / "all", PROCESSES)
+    one = run_stage(spec, tmp_path / "one", on_first_gpu=True)
+    all_of_them = run_stage(spec, tmp_path / "all", PROCESSES)
     assert artifact(all_of_them).keys() == artifact(one).keys()
     mine, other = FeatureStore(all_of_them), FeatureStore(one)
     for row in range(other.num_rows):

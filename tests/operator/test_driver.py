@@ -336,13 +336,9 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harne
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
     assert "eyrie retry JOB --from STAGE" in found.message
-    rehearsal.plan(capture=["hang"])
     harness.jobs.retry(job_id, "capture")
-    harness.driver.advance(job_id)
-    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    harness.driver.advance(job_id)
-    assert harness.jobs.get(job_id).status.phase == "Running"
-    assert rehearsal.starts() == ["regenerate", "capture"]
+    assert harness.drive(job_id).status.phase == "Succeeded"
+    assert rehearsal.starts().count("regenerate") == 1
 
 
 def test_a_run_is_stopped_before_its_job_fails_for_a_manifest_that_cannot_be_read(
