@@ -236,8 +236,8 @@ def _nvidia_smi(gpus: Sequence[str], query: str) -> list[str]:
 
 
 def _is_other(pid: int, ours: Sequence[int]) -> bool:
-    """Whether a process is none of ours, nor below them. One that is not seen here has ended, or is of a container with
-    ids of its own."""
+    """Whether a process is not one of ours or below them. One that is not seen here has ended, or is of a container
+    with ids of its own."""
     try:
         while pid > 1 and pid not in ours:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

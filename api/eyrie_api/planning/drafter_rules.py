@@ -15,6 +15,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning import target_files
 from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.sglang_support import MTP_LAYER
 from eyrie_api.planning.target_config import FULL, biases, check_drafter_config, has_tied_embeddings, layer_types
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -312,10 +313,10 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
         del layers["layers.0.input_layernorm.weight"]
         return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)} | layers
     if family == "mtp":
-        own = {name: shape for name, shape in layers.items() if name.startswith("layers.0.")} | {
-            f"layers.0.{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
-        own["layers.0.input_proj.weight"] = (hidden, 2 * hidden)
-        return {f"model.mtp_{name}": shape for name, shape in own.items()}
+        own = {name.removeprefix("layers.0."): shape for name, shape in layers.items() if name.startswith("layers.0.")}
+        own |= {f"{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
+        own["input_proj.weight"] = (hidden, 2 * hidden)
+        return {MTP_LAYER + name: shape for name, shape in own.items()}
     num_aux = len(config["dflash_config"]["target_layer_ids"])
     layers |= _dflash2_tensors(config, sizes)
     if family == "dspark":

@@ -24,6 +24,7 @@ from typing import Any
 
 from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.engine import EngineKind
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.data_files import open_regular
 from eyrie_api.errors import NoChatTemplate, UnsupportedTarget
@@ -37,6 +38,7 @@ from eyrie_api.planning.quantised import (
     read_quantisation,
     stored_bits,
 )
+from eyrie_api.planning.sglang_support import MTP_LAYER
 from eyrie_api.planning.target_config import biases, computed_by_reference, language_model
 
 GIT_LFS = b"version https://git-lfs"
@@ -49,8 +51,8 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 _COMPARED_PLACES, _COMPARED_BYTES = 64, 1 << 14
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^model\.mtp_layers\.")
-"""Tensors that old checkpoints store and a forward pass computes, and MiMo's layers for drafting."""
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints store and a forward pass computes."""
 
 _READ_BY_DRAFTERS = re.compile(r"(^|\.)(embed_tokens|embeddings|embed_in|wte|word_embeddings|lm_head|embed_out)\.\w+$")
 """Names of embedding and output matrix, and of what a quantised one is stored in."""
@@ -154,6 +156,7 @@ def check_weights(directory: Path, config: Mapping[str, Any], facts: TargetFacts
     # GPTQ's writer stores a bias of zeros for every layer, also for those that have none.
     others = [name for name in shapes if name not in wanted and not _NOT_WEIGHTS.search(name)
               and not (facts.tie_word_embeddings and name == "lm_head.weight")
+              and not (name.startswith(MTP_LAYER) and config.get("architectures") == [FAMILIES["mtp"].architecture])
               and not (quantisation is not None and name.endswith(".bias") and _is_zero(stored[name]))]
     if others:
         raise UnsupportedTarget(f"{len(others)} tensors in {directory} are no part of the model that config.json "

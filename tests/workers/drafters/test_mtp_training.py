@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
-from eyrie_api.planning.sglang_support import holds_mtp_layers, require_mtp_layer
+from eyrie_api.planning.sglang_support import MTP_LAYER, holds_mtp_layers, require_mtp_layer
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
@@ -220,8 +220,10 @@ def test_a_target_without_such_a_layer_is_refused_with_the_alternatives(tmp_path
 
 
 def test_a_layer_of_another_class_is_refused(target: TargetModel, tmp_path: Path) -> None:
-    ends = read_target_embeddings(tiny_target(tmp_path / "llama"), tie_word_embeddings=False)
-    ends.mtp["self_attn.q_norm.weight"] = torch.ones(8)
+    other = tiny_target(tmp_path / "llama")
+    tensors = load_file(other / "model.safetensors") | {f"{MTP_LAYER}self_attn.q_norm.weight": torch.ones(8)}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    ends = read_target_embeddings(other, tie_word_embeddings=False)
     with pytest.raises(InvalidInput, match=r"differs from SGLang's class MiMoMTP in .*self_attn\.q_norm\.weight"):
         made(target, ends)
 

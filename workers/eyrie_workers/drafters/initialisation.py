@@ -51,14 +51,21 @@ class TargetEmbeddings:
     soft_cap: float | None = None
     """Bound of the target's logits (`targets.operators`). Their scale is part of `lm_head`."""
 
-    mtp: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """The tensors of `MTP_LAYER`, by their names behind it, in float32; empty: the target has none of that name."""
+    path: Path | None = field(default=None, compare=False)
+    """Of the target, for `mtp_layer`."""
 
     _converted: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def output_head(self) -> OutputHead:
         return OutputHead(self.lm_head, self.soft_cap)
+
+    def mtp_layer(self) -> dict[str, Tensor]:
+        """The tensors below `MTP_LAYER` by their names there, in float32; empty where the target has none. Raises as
+        `read_target_embeddings`."""
+        files = () if self.path is None else weight_files(self.path)
+        return {name.removeprefix(MTP_LAYER): tensor.float() for file in files
+                for name, tensor in stored_tensors(file, lambda name: name.startswith(MTP_LAYER))}
 
     def lm_head_as(self, dtype: torch.dtype) -> Tensor:
         """lm_head in a dtype: itself, or one copy for all who ask for that dtype."""
@@ -77,11 +84,8 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     config = read_json(path / "config.json")
     scale, soft_cap = logit_transform(language_model(config))
     tensors: dict[str | None, Tensor] = {}
-    mtp: dict[str, Tensor] = {}
     unread = (None, "head") if tie_word_embeddings else (None,)
     for file in weight_files(path):
-        mtp |= {name.removeprefix(MTP_LAYER): tensor.float() for name, tensor in stored_tensors(
-            file, lambda name: name.startswith(MTP_LAYER))}
         for name, tensor in stored_tensors(file, lambda name: _role(name) not in unread):
             role = _role(name)
             if tensor.dtype not in DTYPES.values() and tensor.dtype != torch.float64:
@@ -97,7 +101,7 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     if str(language_model(config).get("model_type", "")).startswith(_ZERO_CENTRED_NORMS):
         norm = norm + 1.0
     return TargetEmbeddings(embed, OutputHead.of(tensors.get("head", embed), scale).weight_VH, norm,
-                            tuple(sorted(special_token_ids(path))), soft_cap, mtp)
+                            tuple(sorted(special_token_ids(path))), soft_cap, path)
 
 
 def _role(name: str) -> str | None:

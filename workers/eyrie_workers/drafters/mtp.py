@@ -240,8 +240,8 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     initialise_parameters(drafter, seed)
     for projection in (drafter.self_attn.q_proj, drafter.self_attn.k_proj, drafter.self_attn.v_proj):
         nn.init.zeros_(projection.bias)
-    if embeddings.mtp:
-        stored, own_tensors = embeddings.mtp, drafter.state_dict()
+    if stored := embeddings.mtp_layer():
+        own_tensors = drafter.state_dict()
         wrong = sorted(name for name in {*stored, *own_tensors} if name not in stored or name not in own_tensors
                        or stored[name].shape != own_tensors[name].shape)
         if wrong:

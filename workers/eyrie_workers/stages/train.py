@@ -43,7 +43,7 @@ from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import ArtifactCorrupt, Conflict, NoUsableData
 from eyrie_api.planning.facts import target_facts
 from eyrie_api.planning.sglang_support import require_mtp_layer
-from eyrie_api.planning.target_files import dense_bytes
+from eyrie_api.planning.target_files import dense_bytes, stored_tensors
 from eyrie_api.planning.training_cost import streamed_bytes, usable_bytes
 from eyrie_api.planning.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_workers.catalog import STATE_DIR
@@ -129,8 +129,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
         spec, stage, store, train_rows, held_out, sources, config, path, whole=family.row.whole_vocabulary,
         kept=head.vocabulary if head is not None else None)
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
-    if family.row.of_target and not embeddings.mtp:
-        require_mtp_layer(read_json(path / "config.json"), ())
+    if family.row.of_target:
+        require_mtp_layer(read_json(path / "config.json"), stored_tensors(path))
     if head is None:
         drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
     else:
