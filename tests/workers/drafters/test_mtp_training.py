@@ -1,6 +1,7 @@
 """A target's MTP layer: trained from the target's own, as it drafts, and on disk what SGLang loads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eyrie_workers.drafters.published import copy_mtp_layers
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
-from eyrie_workers.targets.config import read_json
+from eyrie_workers.targets.config import RopeConfig, read_json
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -219,7 +220,11 @@ def test_a_target_without_such_a_layer_is_refused_with_the_alternatives(tmp_path
         DrafterSpec(family="mtp", intermediate_size=64)
 
 
-def test_a_layer_of_another_class_is_refused(target: TargetModel, tmp_path: Path) -> None:
+def test_a_layer_of_another_class_or_with_other_positions_is_refused(
+        target: TargetModel, ends: TargetEmbeddings, tmp_path: Path) -> None:
+    yarn = replace(target.config, rope=RopeConfig(kind="yarn", factor=4.0))
+    with pytest.raises(InvalidInput, match="has rope type 'yarn'"):
+        FAMILY.create(DrafterSpec(family="mtp"), yarn, ends, (2,), DraftVocabulary(torch.arange(320), 320), 0)
     other = tiny_target(tmp_path / "llama")
     tensors = load_file(other / "model.safetensors") | {f"{MTP_LAYER}self_attn.q_norm.weight": torch.ones(8)}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})

@@ -15,6 +15,8 @@ target's: frozen, not saved. At position 0 of a text the embedding is replaced b
 of SGLang's `MiMoMTP`, read in 0.5.23: the layer is Qwen 2's, with biases on q, k and v. A checkpoint holds the tensors
 under the target's names, and in its config.json the target's architecture and a mark (`sglang_support.MARK`).
 
+The default rate is that of all families; none was measured for a pretrained layer.
+
     T packed tokens, R roots, H hidden, Q = q + k + v widths, K kv heads, W query heads per kv head, E head size,
     V vocabulary
 """
@@ -241,6 +243,9 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     for projection in (drafter.self_attn.q_proj, drafter.self_attn.k_proj, drafter.self_attn.v_proj):
         nn.init.zeros_(projection.bias)
     if stored := embeddings.mtp_layer():
+        if own.rope != target.rope:
+            raise InvalidInput(f"the target's MTP layer has rope type {target.rope.kind!r}, which a drafter lacks here",
+                               "train another family")
         own_tensors = drafter.state_dict()
         wrong = sorted(name for name in {*stored, *own_tensors} if name not in stored or name not in own_tensors
                        or stored[name].shape != own_tensors[name].shape)
@@ -273,4 +278,4 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
 
 
 FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, _load_proposer,
-                              validator_by_loading("mtp", load), learning_rate=1e-3)
+                              validator_by_loading("mtp", load))
