@@ -29,10 +29,8 @@ from eyrie_workers.drafters.eagle1 import (
 )
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.kv_cache import RowLengths
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -41,14 +39,13 @@ from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.unroll_plan import plan_unroll
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
+from tests.workers.drafters.unrolled import compare_with_decoding
 
 STEPS, LONGEST = 4, 64
 CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
 TREE = DraftTreeShape(num_steps=STEPS, top_k=3, num_draft_tokens=12)
 STATIC = TREE.model_copy(update={"static": True})
 SHAPES = [CHAIN, TREE, STATIC]
-# Same weights, same sums in another order, and logits of order ten: float32 rounding only.
-TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -273,12 +270,6 @@ def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
         assert float(new.float().mean()) > float(old.float().mean()) + 0.2
 
 
-def pairs_of(documents: PackedBatch, start: int, stop: int) -> CommittedTokens:
-    """Pairs 0 .. stop-1 of the document that begins at packed position `start`."""
-    tokens = documents.token_ids[start + 1: start + stop + 1].tolist()
-    return CommittedTokens([0], [0], [tokens], documents.aux[None, start: start + stop])
-
-
 def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter = shaken(new_drafter(target, ends))
@@ -287,20 +278,7 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
     with torch.no_grad():
         unrolled = [states @ ends.lm_head.T for states in unroll(
             drafter.weights(torch.float32), rotary, ends.embed, documents, plan)]
-    proposer, compared = Eagle1Proposer(drafter, target), 0
-    for rank, root in enumerate(plan.roots.tolist()):
-        start = max(int(one) for one in plan.starts if one <= root)
-        state = proposer.new_state(1)
-        proposer.extend(state, pairs_of(documents, start, root - start + 1))
-        step = DraftStep(state.logits[None], state.hidden[None])
-        for depth in range(sum(rank < alive for alive in plan.alive)):
-            if depth > 0:
-                token = documents.token_ids[None, None, root + 1 + depth]
-                step = proposer._step(state, RowLengths.of([0], state.settled), token, step.hidden,
-                                      torch.ones(1, 1, depth, dtype=torch.bool), depth)
-            torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=TOLERANCE, rtol=1e-4)
-            compared += 1
-    assert compared == plan.num_predictions > 40
+    compare_with_decoding(unrolled, Eagle1Proposer(drafter, target), documents, plan)
 
 
 @pytest.mark.parametrize("sampling", [SamplingSpec(temperature=0.0), SamplingSpec(temperature=1.0)],

@@ -18,12 +18,10 @@ from eyrie_api.planning.sglang_support import MTP_LAYER, holds_mtp_layers, requi
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.kv_cache import RowLengths
 from eyrie_workers.drafters.mtp import FAMILY, MtpDrafter, MtpProposer, UnrolledPrediction, load, save, unroll
 from eyrie_workers.drafters.published import copy_mtp_layers
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig, read_json
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
@@ -33,6 +31,7 @@ from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.unroll_plan import plan_unroll
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_mimo, tiny_target
+from tests.workers.drafters.unrolled import compare_with_decoding
 from tests.workers.stages import test_train
 
 STEPS, LONGEST = 4, 64
@@ -142,21 +141,7 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(target: Ta
     with torch.no_grad():
         unrolled = [states @ ends.lm_head.T for states in unroll(
             drafter.mtp_weights(torch.float32), rotary, ends.embed, documents, plan)]
-    proposer, compared = MtpProposer(drafter, target), 0
-    for rank, root in enumerate(plan.roots.tolist()):
-        start = max(int(one) for one in plan.starts if one <= root)
-        tokens = documents.token_ids[start + 1: root + 2].tolist()
-        state = proposer.new_state(1)
-        proposer.extend(state, CommittedTokens([0], [0], [tokens], documents.aux[None, start: root + 1]))
-        step = DraftStep(state.logits[None], state.hidden[None])
-        for depth in range(sum(rank < alive for alive in plan.alive)):
-            if depth > 0:
-                token = documents.token_ids[None, None, root + 1 + depth]
-                step = proposer._step(state, RowLengths.of([0], state.settled), token, step.hidden,
-                                      torch.ones(1, 1, depth, dtype=torch.bool), depth)
-            torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=1e-3, rtol=1e-4)
-            compared += 1
-    assert compared == plan.num_predictions > 40
+    compare_with_decoding(unrolled, MtpProposer(drafter, target), documents, plan)
 
 
 def test_every_step_is_trained_and_its_gradient_reaches_every_parameter(target: TargetModel, ends: TargetEmbeddings,
