@@ -298,9 +298,9 @@ experiments: setup  ## claims about speculative decoding, measured: pages and pl
 	@$(BIN)/python -m benchmarks.experiments $(if $(SHORT),--short) $(if $(JOB),--job $(JOB)) --out $(or $(OUT),.eyrie/experiments)
 
 # Half an hour on two idle cores, including the peers' environments (2.5 GB in .eyrie/peers), which are kept.
-bench-peers: setup  ## Eyrie compared with SpecForge and speculators, each in an environment of its own; SHORT=1 is quick
+bench-peers: setup  ## Eyrie compared with SpecForge and speculators, each in an environment of its own; SHORT=1, JOB=published
 	@PYTHON="$(PYTHON)" bash benchmarks/peers/environments/setup
-	@$(BIN)/python -m benchmarks.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
+	@$(BIN)/python -m benchmarks.peers.$(if $(filter published,$(JOB)),published,bench) $(if $(SHORT),--short)
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie

@@ -17,6 +17,7 @@ from benchmarks.experiments import (
     depth_width,
     layer_choice,
     on_policy,
+    one_choice,
     training_vs_served,
 )
 from benchmarks.experiments.program import PUBLISHED_JOB, command_line, command_of, run_experiment, write_index
@@ -25,7 +26,7 @@ from eyrie_api.errors import EyrieError
 
 # Timed experiments run first, while the machine is as quiet as at the start.
 EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
-               layer_choice)
+               one_choice, layer_choice)
 OWN_DATA = (on_policy, layer_choice)
 """They cannot run on a published target."""
 

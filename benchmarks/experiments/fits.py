@@ -13,6 +13,7 @@ import numpy as np
 
 from eyrie_api.contract.model import Frozen, Interval
 from eyrie_workers.measure.intervals import FloatArray, acceptance_interval, interval_around, standard_error
+from eyrie_workers.speculation.requests import Generation
 
 _RESAMPLES = 2000
 
@@ -25,6 +26,12 @@ class Counted(Frozen):
     tokens: int
     rounds: int
     accepted: int
+
+
+def counted_of(answer: Generation) -> Counted:
+    """The rounds of one answer; its id is `suite/prompt`."""
+    return Counted(suite=answer.id.split("/")[0], prompt=answer.id, tokens=len(answer.token_ids), rounds=answer.rounds,
+                   accepted=sum(k * count for k, count in enumerate(answer.accepted_histogram)))
 
 
 def tau(counted: Sequence[Counted]) -> float:

@@ -28,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-import torch
 from matplotlib.figure import Figure
 
 from benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
@@ -53,14 +52,12 @@ Runs = Mapping[str, Sequence[Sequence[Counted]]]
 """By choice: one run per seed."""
 
 
-def hybrid_target(work: Path, *, short: bool, threads: int | None) -> Path:
+def hybrid_target(work: Path, *, short: bool) -> Path:
     """The hybrid target, trained in the work directory unless it is there."""
     out = work / QUICKSTART_HYBRID
     course = pretrain.COURSES[QUICKSTART_HYBRID]
     if short:
         course = replace(course, recipe=replace(course.recipe, tokens=_SHORT_TOKENS))
-    if threads:
-        torch.set_num_threads(threads)
     state = work / f"{QUICKSTART_HYBRID}-work"
     state.mkdir(parents=True, exist_ok=True)
     pretrain.run(course, out, state)
@@ -69,9 +66,9 @@ def hybrid_target(work: Path, *, short: bool, threads: int | None) -> Path:
 
 def measure(workspace: Workspace) -> ExperimentResult:
     """Train the target, then a drafter for every choice and seed."""
-    target = hybrid_target(workspace.work, short=workspace.scale != FULL, threads=workspace.threads)
+    target = hybrid_target(workspace.work, short=workspace.scale != FULL)
     job = workspace.job.model_copy(update={"target": JobTarget(model=str(target))})
-    workspace = Workspace(workspace.work, workspace.scale, job, threads=workspace.threads)
+    workspace = Workspace(workspace.work, workspace.scale, job)
     layers_read = tuple(sorted({layer for layers in CHOICES.values() for layer in layers}))
     store = workspace.store(workspace.rows(), aux_layers=layers_read)
     runs: dict[str, list[Sequence[Counted]]] = {}

@@ -1,6 +1,6 @@
 """Runs an experiment: command line, machine load during the run, report.
 
-    python -m benchmarks.experiments.<name> [--short] [--job demo|published] [--out DIR] [--work DIR] [--threads N]
+    python -m benchmarks.experiments.<name> [--short] [--job demo|published] [--out DIR] [--work DIR]
 
 The jobs are those of `make demo` and `make demo-published`, which say what is experimented on. The published target is
 made where it is missing.
@@ -37,7 +37,6 @@ def command_line(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=["demo", PUBLISHED_JOB], default="demo", help="whose target, data and suites")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"), help="for <name>.md, .svg and .json")
     parser.add_argument("--work", type=Path, help="shared and resumed; default: .eyrie/experiments/work[-JOB][-short]")
-    parser.add_argument("--threads", type=int, help="processors to use; default: all")
     return parser
 
 
@@ -55,7 +54,7 @@ def workspace_of(options: argparse.Namespace) -> Workspace:
     if published:
         make(TARGET)
     return Workspace(work, SHORT if options.short else PUBLISHED if published else FULL,
-                     local_job(TARGET) if published else None, threads=options.threads)
+                     local_job(TARGET) if published else None)
 
 
 def run_experiment(name: str, claim: str, measure: Callable[[Workspace], ExperimentResult],

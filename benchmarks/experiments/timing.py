@@ -24,6 +24,7 @@ from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.machine import machine_lock
 from eyrie_workers.measure.intervals import FloatArray, interleaved
 from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.targets.config import read_config
 
 OFF = "off"
 TEMPERATURES = (0.0, 1.0)
@@ -59,12 +60,13 @@ class Rung:
 def ladder(workspace: Workspace) -> list[Rung]:
     """Drafters that differ in steps, data, unrolled depth and width."""
     whole, few = workspace.store(workspace.rows()), workspace.store(workspace.rows(workspace.scale.conversations // 4))
+    width = read_config(workspace.path).intermediate_size
     runs: dict[str, Trained] = {
         "all data": workspace.train(whole),
         "little data": workspace.train(few),
-        "one step trained": workspace.train(whole, single_step_ratio=1.0, checkpoints=2),
-        "narrow": workspace.train(whole, drafter=DrafterSpec(intermediate_size=128), checkpoints=1),
-        "wide": workspace.train(whole, drafter=DrafterSpec(intermediate_size=1536), checkpoints=1),
+        "one step trained": workspace.train(whole, checkpoints=2, settings={"single_step_ratio": 1.0}),
+        "narrow": workspace.train(whole, drafter=DrafterSpec(intermediate_size=width // 4), checkpoints=1),
+        "wide": workspace.train(whole, drafter=DrafterSpec(intermediate_size=2 * width), checkpoints=1),
     }
     return [Rung(f"{name}, step {checkpoint.step}", name, trained.path(checkpoint), checkpoint)
             for name, trained in runs.items() for checkpoint in trained.report.checkpoints]

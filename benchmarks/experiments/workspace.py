@@ -1,7 +1,7 @@
 """The shared workspace of experiments: answers, states, drafters and counts, each computed once.
 
-What is experimented on (target, prompts, suites, draft vocabulary, learning rate) is that of a job: `make demo`'s, or
-`make demo-published`'s.
+What is experimented on (target, prompts, suites, draft vocabulary, learning rate, unrolled depth) is that of a job:
+`make demo`'s, or `make demo-published`'s.
 
 Artifacts are written by the stages themselves, in a directory named after the digest of the spec. Two experiments with
 the same spec share an artifact, and an interrupted one resumes. A directory identifies its spec and not the code that
@@ -18,13 +18,12 @@ its rounds depend on the request alone, so neither concurrency nor other work on
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-import torch
-
-from benchmarks.experiments.fits import Counted
+from benchmarks.experiments.fits import Counted, counted_of
 from eyrie_api.artifacts import digest_bytes, digest_directory, digest_model, read_report, write_model
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.drafter import DrafterSpec
@@ -51,6 +50,9 @@ from eyrie_workers.targets.templates import ChatTokenizer
 COMPARED: tuple[str, ...] = ("eagle3", "eagle1")
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 JOB = "experiments"
+Settings = Mapping[str, float | str]
+"""Fields of a TrainSpec."""
+
 _CONCURRENCY = 16
 _BATCH_TOKENS = 1024
 
@@ -101,15 +103,13 @@ class Trained:
 class Workspace:
     """A job and a work directory. The job is `make demo`'s where none is given."""
 
-    def __init__(self, work: Path, scale: Scale, job: JobSpec | None = None, *, threads: int | None = None) -> None:
-        self.work, self.scale, self.threads = work.resolve(), scale, threads
+    def __init__(self, work: Path, scale: Scale, job: JobSpec | None = None) -> None:
+        self.work, self.scale = work.resolve(), scale
         self.job = job or demo_job(short=False)
         self.spec = TargetSpec(model=self.job.target.model)
         self.path = resolve(self.spec)
         self.tokenizer = ChatTokenizer(self.path)
         self._target: TargetModel | None = None
-        if threads:
-            torch.set_num_threads(threads)
 
     @property
     def target(self) -> TargetModel:
@@ -151,17 +151,17 @@ class Workspace:
             families=COMPARED), capture)
 
     def train(self, store: Path, *, seed: int = 0, family: str = "eagle3", checkpoints: int = 4,
-              drafter: DrafterSpec | None = None, **settings: float) -> Trained:
+              drafter: DrafterSpec | None = None, settings: Settings = MappingProxyType({})) -> Trained:
         """A drafter trained from a store, for the scale's steps unless `settings` say otherwise."""
-        shape = (drafter or DrafterSpec()).model_copy(
-            update={"family": family, "draft_vocab_size": self.job.drafter.draft_vocab_size})
-        spec = {"learning_rate": self.job.train.learning_rate if family == "eagle3" else None, "epochs": 1000.0,
-                "max_steps": self.scale.steps, "max_tokens_per_batch": _BATCH_TOKENS,
-                "save_every_steps": 100} | settings
+        chosen, job = drafter or DrafterSpec(), self.job
+        shape = chosen.model_copy(update={
+            "family": family, "draft_vocab_size": chosen.draft_vocab_size or job.drafter.draft_vocab_size})
+        spec = {"learning_rate": job.train.learning_rate if family == "eagle3" else None, "epochs": 1000.0,
+                "ttt_length": job.train.ttt_length, "max_steps": self.scale.steps,
+                "max_tokens_per_batch": _BATCH_TOKENS, "save_every_steps": 100, **settings}
         out = self._made("train", TrainStage(
             job_id=JOB, candidate="c0", target=self.spec, drafter=shape, store_dir=str(store),
-            train=TrainSpec.model_validate(spec | {"seed": seed, "num_checkpoints": checkpoints,
-                                                   "threads": self.threads})), train)
+            train=TrainSpec.model_validate(spec | {"seed": seed, "num_checkpoints": checkpoints})), train)
         report = read_report(out / "manifest.json", TrainReport)
         assert isinstance(report, TrainReport)
         return Trained(out, report)
@@ -186,10 +186,7 @@ class Workspace:
         if file.exists():
             return _Decoded.model_validate_json(file.read_bytes()).counted
         engine = Engine(self.target, open_drafter(drafter, self.target), max_concurrency=_CONCURRENCY)
-        counted = tuple(
-            Counted(suite=answer.id.split("/")[0], prompt=answer.id, tokens=len(answer.token_ids), rounds=answer.rounds,
-                    accepted=sum(k * count for k, count in enumerate(answer.accepted_histogram)))
-            for answer in engine.generate(requests, shape))
+        counted = tuple(counted_of(answer) for answer in engine.generate(requests, shape))
         write_model(file, _Decoded(counted=counted))
         return counted
 

@@ -28,17 +28,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.experiments.fits import Counted, counted_of, tau
 from benchmarks.peers import workload
-from eyrie_api.contract.benchmark import QUICKSTART_SUITES
+from eyrie_api.contract.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
@@ -48,7 +49,7 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import EyrieError
 from eyrie_api.planning.eagle3_rules import canonical_name
-from eyrie_workers.data.rows import ROWS, read_rows
+from eyrie_workers.data.rows import ROWS, AnsweredRow, read_rows
 from eyrie_workers.data.suites import load_suite, select
 from eyrie_workers.drafters.eagle3.drafter import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.family import save_drafter
@@ -67,7 +68,6 @@ from tests.feature_rows import FeatureRow
 HERE = Path(__file__).parent
 TREE = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 TTT = 7
-DRAFT_VOCAB = 1536
 FULL = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 16384, "draft_vocab": 4096,
         "length": 512}
 EYRIE, UNROLLED, SPECFORGE, UNPADDED, SPECULATORS = (
@@ -118,16 +118,35 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class Bench:
-    """The working directories of both workloads, and the runs in them."""
+@dataclass(frozen=True)
+class Case:
+    """What is trained on: the answers of a target, as rows, and the suites of the acceptance length."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    target: TargetSpec
+    data: DataSpec
+    regenerate: RegenerateSpec
+    suites: tuple[SuiteSpec, ...]
+    draft_vocab: int
+    rows: Callable[[Sequence[AnsweredRow]], list[workload.Row]]
+
+
+def quickstart(num_rows: int, conversations: int) -> Case:
+    """Rows of the length mix, of the shipped target's answers."""
+    return Case(
+        target=TargetSpec(model="quickstart"),
+        data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=conversations),
+        regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
+        suites=QUICKSTART_SUITES, draft_vocab=1536, rows=lambda answered: workload.mix(answered, num_rows, seed=0))
+
+
+class Bench:
+    """The working directories of the workloads, and the runs in them."""
+
+    def __init__(self, options: argparse.Namespace, case: Case) -> None:
+        self.options, self.case = options, case
         self.home: Path = options.out.with_suffix("").resolve()
-        shutil.rmtree(self.home, ignore_errors=True)
-        self.home.mkdir(parents=True)
-        self.spec = TargetSpec(model="quickstart")
-        self.path = resolve(self.spec)
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.path = resolve(case.target)
         self.config = read_config(self.path)
         self.aux_layers = choose_aux_layers(self.config.num_layers, self.config.layer_types, None).aux_layers
         self.target: TargetModel = load_target(self.path)
@@ -136,28 +155,29 @@ class Bench:
 
     def make_mix(self, names: Sequence[str]) -> dict[str, Any]:
         """Create answers, rows, states, and every peer's files of them."""
-        answers = self.home / "answers"
-        answers.mkdir()
+        answers, room = self.home / "answers", self.home / "mix"
+        finished = room / "mix.json"
+        if finished.exists():
+            return dict(json.loads(finished.read_text()))
+        shutil.rmtree(room, ignore_errors=True)
+        answers.mkdir(exist_ok=True)
         (answers / "spec.json").write_text(RegenerateStage(
-            job_id="peers", target=self.spec,
-            data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=self.options.conversations),
-            regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
-            exclude_prompts=tuple(suite.path for suite in QUICKSTART_SUITES)).model_dump_json())
+            job_id="peers", target=self.case.target, data=self.case.data, regenerate=self.case.regenerate,
+            exclude_prompts=tuple(suite.path for suite in self.case.suites)).model_dump_json())
         if run_program(RegenerateStage, regenerate, ["--spec", str(answers / "spec.json"), "--out",
                                                      str(answers / "manifest.json")]):
             raise SystemExit("regenerating the target's answers failed")
-        rows = workload.mix(list(read_rows(answers / ROWS)), self.options.rows, seed=0)
+        rows = self.case.rows(list(read_rows(answers / ROWS)))
         features = workload.read_through(self.target, rows, self.aux_layers)
-        room = self.home / "mix"
         workload.write_raw(features, room / "raw")
         workload.write_store(features, room / "eyrie", self.aux_layers, target_digest(self.path))
-        with safe_open(self.path / "model.safetensors", framework="pt") as weights:
-            workload.link_target(self.path, room / "target", list(weights.keys()))
+        workload.link_target(self.path, room / "target")
         peers = [name for name in names if not name.startswith(EYRIE)]
         self.write_peers_files(room, peers)
         described: dict[str, Any] = workload.describe(rows)
         described["bytes_per_real_token"] = {
             name: workload.size_bytes(room / name) / described["tokens"] for name in (EYRIE, *peers)}
+        finished.write_text(json.dumps(described))
         return described
 
     def write_peers_files(self, room: Path, names: Sequence[str]) -> None:
@@ -168,12 +188,17 @@ class Bench:
             (room / f"{name}-prepare.json").write_text(json.dumps(task))
             self.drive(name, "prepare", room / f"{name}-prepare.json")
 
-    def train(self, name: str, room: Path, seed: int, *, epochs: int, draft_vocab: int, intermediate: int, skip: int,
-              aux_layers: Sequence[int]) -> dict[str, Any]:
+    def train_mix(self, name: str, seed: int, *, rate: float, epochs: float) -> dict[str, Any]:
+        """Train once on the mix, in a process of its own; returns its cost."""
+        return self.train(name, self.home / "mix", seed, rate=rate, epochs=epochs, draft_vocab=self.case.draft_vocab,
+                          intermediate=self.config.intermediate_size, skip=2, aux_layers=self.aux_layers)
+
+    def train(self, name: str, room: Path, seed: int, *, rate: float, epochs: float, draft_vocab: int,
+              intermediate: int, skip: int, aux_layers: Sequence[int]) -> dict[str, Any]:
         """Train once in a process of its own; returns its cost."""
         out = room / f"train-{name}-{seed}"
+        shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        rate = self.options.rates[name.split("_")[0]]
         task: dict[str, Any] = {
             "raw": str(room / "raw"), "target": str(room / "target"), "out": str(out), "seed": seed, "skip": skip,
             "store": str(room / name), "threads": self.options.threads, "epochs": epochs, "ttt": TTT,
@@ -182,9 +207,9 @@ class Bench:
             "aux_layers": list(aux_layers)}
         if name.startswith(EYRIE):
             task["spec"] = TrainStage(
-                job_id="peers", candidate="c0", target=self.spec, store_dir=str(room / EYRIE),
+                job_id="peers", candidate="c0", target=self.case.target, store_dir=str(room / EYRIE),
                 drafter=DrafterSpec(draft_vocab_size=draft_vocab, intermediate_size=intermediate),
-                train=TrainSpec(learning_rate=rate, epochs=float(epochs), num_checkpoints=1, seed=seed, dtype="float32",
+                train=TrainSpec(learning_rate=rate, epochs=epochs, num_checkpoints=1, seed=seed, dtype="float32",
                                 max_tokens_per_batch=1024, threads=self.options.threads, ttt_length=TTT,
                                 **({"unrolled_fraction": 1.0, "single_step_ratio": 0.0} if name == UNROLLED else {})),
             ).model_dump(mode="json")
@@ -214,21 +239,19 @@ class Bench:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n" + log.read_text()[-3000:])
         return done.stdout
 
-    def judge(self, name: str, spent: dict[str, Any], requests: Sequence[Request]) -> float:
-        """Tau of a trained drafter in Eyrie's engine."""
+    def judge(self, name: str, spent: dict[str, Any], requests: Sequence[Request]) -> list[Counted]:
+        """What a trained drafter accepts in Eyrie's engine, prompt by prompt."""
         place = Path(spent["drafter"])
         if name == SPECULATORS:
             self.convert(place.with_name("saved"), place)
         engine = Engine(self.target, open_drafter(place, self.target), max_concurrency=16)
-        answers = engine.generate(requests, TREE)
-        accepted = sum(k * count for answer in answers for k, count in enumerate(answer.accepted_histogram))
-        return 1.0 + accepted / sum(answer.rounds for answer in answers)
+        return [counted_of(answer) for answer in engine.generate(requests, TREE)]
 
     def convert(self, saved: Path, place: Path) -> None:
         """Convert a speculators checkpoint to the format SGLang loads: other names for the same tensors."""
         tensors = {canonical_name(name): tensor.float() if tensor.is_floating_point() else tensor
                    for name, tensor in load_file(saved / "model.safetensors").items()}
-        ids = tensors.pop("d2t") + torch.arange(DRAFT_VOCAB)
+        ids = tensors.pop("d2t") + torch.arange(self.case.draft_vocab)
         vocabulary = DraftVocabulary(ids, self.config.vocab_size)
         for name in ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"):
             tensors.pop(name, None)
@@ -244,8 +267,9 @@ class Bench:
         return Eagle3Config(
             hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_heads=target.num_heads,
             num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size,
-            draft_vocab_size=DRAFT_VOCAB, aux_layers=self.aux_layers, rms_eps=target.rms_eps, rope=target.rope,
-            max_position_embeddings=target.max_position_embeddings, eos_token_ids=target.eos_token_ids)
+            draft_vocab_size=self.case.draft_vocab, aux_layers=self.aux_layers, rms_eps=target.rms_eps,
+            rope=target.rope, max_position_embeddings=target.max_position_embeddings,
+            eos_token_ids=target.eos_token_ids)
 
     def requests(self) -> list[Request]:
         """The held-out prompts of all suites, greedy."""
@@ -254,7 +278,7 @@ class Bench:
                         prompt_ids=tokenizer.render(list(prompt.messages), list(prompt.tools) or None),
                         max_new_tokens=64, sampling=SamplingSpec(temperature=0.0), seed=0,
                         stop_ids=tuple(tokenizer.eos_ids))
-                for suite in QUICKSTART_SUITES
+                for suite in self.case.suites
                 for prompt in select(load_suite(suite), 0, self.options.prompts)]
 
     # The full rows
@@ -288,8 +312,9 @@ class Bench:
         """Train once on full rows; returns its cost."""
         room = self.home / "full"
         if name != EYRIE:
-            return self.train(name, room, seed, epochs=1, draft_vocab=FULL["draft_vocab"],
-                              intermediate=FULL["intermediate"], skip=2, aux_layers=(2, 8, 13))
+            return self.train(name, room, seed, rate=self.options.rates[name.split("_")[0]], epochs=1.0,
+                              draft_vocab=FULL["draft_vocab"], intermediate=FULL["intermediate"], skip=2,
+                              aux_layers=(2, 8, 13))
         # Through a shell: a child's ru_maxrss starts from its parent's, and this process has held a target.
         text = self.run(["bash", "-c", '"$@"; exit $?', "-", sys.executable, "-m", "benchmarks.training_step",
                          "--threads", str(self.options.threads), "--iterations", str(self.options.full_steps)],
@@ -314,7 +339,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run both workloads; returns the report."""
     began = time.monotonic()
     torch.set_num_threads(options.threads)
-    bench = Bench(options)
+    shutil.rmtree(options.out.with_suffix(""), ignore_errors=True)
+    bench = Bench(options, quickstart(options.rows, options.conversations))
     names = [name for name in (EYRIE, SPECFORGE, SPECULATORS, UNROLLED, UNPADDED)
              if not options.only or name in options.only.split(",")]
     mix = bench.make_mix(names)
@@ -323,10 +349,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(options.rounds):
         for name in names[seed % len(names):] + names[:seed % len(names)]:
-            spent = bench.train(name, bench.home / "mix", seed, epochs=options.epochs, draft_vocab=DRAFT_VOCAB,
-                                intermediate=bench.config.intermediate_size, skip=2, aux_layers=bench.aux_layers)
+            spent = bench.train_mix(name, seed, rate=options.rates[name.split("_")[0]], epochs=float(options.epochs))
             stored = mix["bytes_per_real_token"][EYRIE if name == UNROLLED else name]
-            runs[name].append(spent | {"tau": bench.judge(name, spent, requests), "bytes_per_real_token": stored})
+            runs[name].append(spent | {"tau": tau(bench.judge(name, spent, requests)), "bytes_per_real_token": stored})
             shown = ("real_tokens_per_s", "cpu_s_per_real_token", "peak_rss_above_imports_mb", "tau", "loop_s")
             print(f"mix, round {seed}, {name}: " + ", ".join(f"{key} {runs[name][-1][key]:.4g}" for key in shown),
                   flush=True)
@@ -341,7 +366,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "full": {name: gather(found) for name, found in full.items()}, "mix": mix, "full_shape": FULL,
             "settings": {"rounds": options.rounds, "rows": options.rows, "epochs": options.epochs,
                          "threads": options.threads, "learning_rates": options.rates, "ttt_length": TTT,
-                         "draft_vocab_size": DRAFT_VOCAB, "dtype": "float32", "short": options.short,
+                         "draft_vocab_size": bench.case.draft_vocab, "dtype": "float32", "short": options.short,
                          "drafted": TREE.model_dump()},
             "versions": {"specforge": "0.2.0", "speculators": "0.9.0", "peers_torch": "2.13.0",
                          "peers_transformers": "5.8.1"},

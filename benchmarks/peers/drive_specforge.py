@@ -72,13 +72,16 @@ def prepare(task: dict[str, Any]) -> None:
             }, place / f"data_{start + offset}.ckpt")
 
 
-def epochs(task: dict[str, Any], files: list[str], lengths: list[int]) -> Iterator[tuple[list[str], int]]:
-    """Batches of files in a new order every epoch, with their real tokens."""
+def batches(task: dict[str, Any], files: list[str], lengths: list[int], num: int) -> Iterator[tuple[list[str], int]]:
+    """`num` batches of files, in a new order every epoch, with their real tokens."""
     order, size = list(range(len(files))), task["train_batch"]
     shuffle = random.Random(task["seed"])
-    for _ in range(task["epochs"]):
+    while True:
         shuffle.shuffle(order)
         for start in range(0, len(order), size):
+            if not num:
+                return
+            num -= 1
             batch = order[start:start + size]
             yield [files[number] for number in batch], sum(lengths[number] for number in batch)
 
@@ -111,7 +114,7 @@ def train(task: dict[str, Any]) -> None:
     model = eagle3_model.OnlineEagle3Model(draft, length=task["ttt"], attention_backend="sdpa")
     head = TargetHead.from_pretrained(task["target"]).float()
     collate = DataCollatorWithPadding()
-    steps = task["epochs"] * -(-len(files) // task["train_batch"])
+    steps = round(task["epochs"] * -(-len(files) // task["train_batch"]))
     backend = FSDPTrainingBackend(ParallelConfig(param_dtype=torch.float32), optimizer_factory=lambda module:
                                   BF16Optimizer(module, task["learning_rate"], total_steps=steps,
                                                 warmup_ratio=task["warmup_ratio"]))
@@ -120,7 +123,7 @@ def train(task: dict[str, Any]) -> None:
     real = [lengths[int(Path(file).stem.removeprefix("data_"))] for file in files]
     backend.module.train()
     spent.begin()
-    for names, tokens in epochs(task, files, real):
+    for names, tokens in batches(task, files, real, steps):
         tensors = collate([normalize_offline_sample(load_feature_file(name), MAX_LENGTH) for name in names])
         tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()
                    if value is not None}

@@ -19,6 +19,8 @@ method.
 
 import argparse
 import json
+import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +82,17 @@ def train(task: dict[str, Any]) -> None:
         loss_fn="kl_div", loss_implementation="eager", ttt_steps=task["ttt"], ttt_step_loss_decay=0.8)
     loader = _setup_dataloader(data, task["total_seq_len"], layer.hidden_size, num_workers=0, prefetch_factor=None,
                                preprocess=shift_batch, seed=task["seed"])
-    config = TrainerConfig(lr=task["learning_rate"], num_epochs=task["epochs"], save_path=str(out), weight_decay=0.0)
+    config = TrainerConfig(lr=task["learning_rate"], num_epochs=math.ceil(task["epochs"]), save_path=str(out),
+                           weight_decay=0.0)
     optimizers = build_optimizers(model, config)
-    steps = task["epochs"] * len(loader)
+    steps = round(task["epochs"] * len(loader))
     schedulers = [get_linear_schedule_with_warmup(optimizer, round(task["warmup_ratio"] * steps), steps)
                   for optimizer in optimizers]
     model.train()
-    for epoch in range(task["epochs"]):
+    for epoch in range(math.ceil(task["epochs"])):
         loader.batch_sampler.set_epoch(epoch)
         spent.begin()
-        for batch in loader:
+        for batch in islice(loader, steps - epoch * len(loader)):
             inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
             _, loss, _ = model(**inputs, **call)
             for optimizer in optimizers:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from eyrie_api.contract.capture import StoredAs
@@ -29,6 +30,7 @@ from eyrie_workers.targets.model import TargetModel
 from tests.feature_rows import FeatureRow, write_shard
 
 SHORTEST, LONGEST = 40, 1024
+HEAD = "lm_head.weight"
 _MEDIAN, _SIGMA = 200, 0.8
 _MAX_PROMPT_SHARE = 0.75
 """Of a selected turn: tool definitions are long prompts with short answers, too long for a mix of 30 to 60 %."""
@@ -113,13 +115,18 @@ def write_store(rows: Sequence[FeatureRow], directory: Path, aux_layers: tuple[i
     writer.finish()
 
 
-def link_target(target: Path, directory: Path, tensors: Sequence[str]) -> None:
-    """Link the target for loaders that require an index of its shards."""
+def link_target(target: Path, directory: Path) -> None:
+    """Link the target for loaders that require an index of its shards and an output matrix of its own: one that is tied
+    to the embedding is written a second time, under its name."""
     directory.mkdir(parents=True)
     for file in target.iterdir():
         (directory / file.name).symlink_to(file.resolve())
-    (directory / "model.safetensors.index.json").write_text(json.dumps(
-        {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    with safe_open(target / "model.safetensors", framework="pt") as weights:
+        files = dict.fromkeys(weights.keys(), "model.safetensors")
+        if HEAD not in files:
+            save_file({HEAD: weights.get_tensor("model.embed_tokens.weight")}, directory / "head.safetensors")
+            files[HEAD] = "head.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def size_bytes(directory: Path) -> int:

@@ -14,11 +14,13 @@ from benchmarks.experiments import (
     data_amount,
     depth_width,
     layer_choice,
+    one_choice,
     training_vs_served,
 )
 from benchmarks.experiments.fits import Counted
 from benchmarks.experiments.report import MachineWatch, build_report, index, page, write
 from benchmarks.experiments.timing import Rung
+from benchmarks.peers import published as peers
 from eyrie_api.contract.reports import CheckpointReport
 
 
@@ -114,6 +116,38 @@ def test_layers_of_full_attention_are_credited_by_the_layers_next_to_them(before
     runs = {name: [counted([value] * 4), counted([value + 0.01] * 4)] for name, value in taus.items()}
     finding = layer_choice.evaluate(runs, {name: [0.5] for name in runs}, (4, 8, 12))
     assert finding.found[0].startswith(verdict)
+
+
+def test_a_choice_is_better_or_worse_only_where_its_interval_leaves_one_out() -> None:
+    spread = [0.1, -0.1, 0.3, -0.3]  # of single prompts: alike in all choices, so differences are clear
+
+    def group(base: str, **taus: float) -> dict[str, dict[float, list[Counted]]]:
+        return {name: {t: counted([value + of for of in spread]) for t in one_choice.TEMPERATURES}
+                for name, value in ({base: 2.0} | taus).items()}
+
+    runs = {one_choice.RECIPE: group(one_choice.RECIPE, up=2.5, down=1.5), one_choice.DATA: group(one_choice.DATA)}
+    runs[one_choice.RECIPE]["unclear"] = {t: counted([2.6, 1.4, 2.6, 1.5]) for t in one_choice.TEMPERATURES}
+    finding = one_choice.evaluate(runs, 10)
+    assert finding.found[0].startswith("Against defaults at temperature 0: better up +25.0 %")
+    assert "; worse down -25.0 %" in finding.found[0]
+    assert finding.found[0].endswith("the other 1 of 3 are not told apart.")
+    assert "better nothing; worse nothing" in finding.found[2]
+
+
+def test_programs_are_compared_over_all_seeds_at_equal_time_and_over_one_at_equal_epochs() -> None:
+    def run(name: str, kind: str, seed: int, value: float) -> peers.Run:
+        spent = {"real_tokens_per_s": 100.0, "peak_rss_above_imports_mb": 50.0, "loop_s": 240.0}
+        return peers.Run(kind=kind, name=name, rate=1e-3, seed=seed, epochs=2.0, spent=spent,
+                         counted=tuple(counted([value + 0.1, value - 0.1, value])))
+
+    timed = {name: [run(name, peers.TIME, seed, value + 0.2 * seed) for seed in (0, 1)]
+             for name, value in zip(peers.NAMES, (2.0, 1.5, 1.6), strict=True)}
+    even = {name: run(name, peers.EPOCHS, 0, 2.0) for name in peers.NAMES}
+    text = peers.evaluate(timed, even, dict.fromkeys(peers.NAMES, 912.0))
+    assert [line.split(" (")[0] for line in text[-4:]] == [
+        "equal time, tau over specforge's: +31.2 %", "equal time, tau over speculators's: +23.5 %",
+        "equal epochs, tau over specforge's: +0.0 %", "equal epochs, tau over speculators's: +0.0 %"]
+    assert "| eyrie | 1 | 240 | 2.00 | 2.200 | 2.20 |" in text
 
 
 def test_a_report_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
 
 
 def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path / "work", SMALL, threads=1)
+    workspace = Workspace(tmp_path / "work", SMALL)
     rows = workspace.rows()
     few = workspace.rows(2)
     whole = (rows / ROWS).read_bytes().splitlines()
@@ -34,14 +34,14 @@ def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path:
     assert report.found[0] in (tmp_path / "out" / README).read_text()
 
     artifacts = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")}
-    again = on_policy.measure(Workspace(tmp_path / "work", SMALL, threads=1))
+    again = on_policy.measure(Workspace(tmp_path / "work", SMALL))
     assert tuple(again.found) == report.found
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")} == artifacts
 
 
 def test_an_experiment_on_the_published_job_answers_its_prompts_and_counts_on_its_suites(tmp_path: Path) -> None:
     job = local_job(ROOT / "workers/eyrie_workers/quickstart/target")
-    workspace = Workspace(tmp_path / "work", SMALL, job, threads=1)
+    workspace = Workspace(tmp_path / "work", SMALL, job)
     sources = {row.source_name for row in read_rows(workspace.rows() / ROWS)}
     assert sources
     assert sources <= {"mathematics", "code", "role-play"}
