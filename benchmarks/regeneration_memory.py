@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         data=DataSpec(sources=tuple(DataSource(path=str(Path(path).resolve())) for path in given.data),
                       max_conversations=given.conversations, held_out_fraction=0.0),
         regenerate=RegenerateSpec(max_new_tokens=given.tokens, concurrency=given.concurrency,
-                                  sampling=SamplingSpec(temperature=0.0)))
+                                  sampling=SamplingSpec(temperature=0.7)))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_model(directory / "spec.json", spec)

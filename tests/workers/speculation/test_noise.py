@@ -34,10 +34,13 @@ def test_an_element_depends_on_seed_position_and_token_alone(seed: int, position
     block = gumbel(seed, position, rows, vocab)
     assert bool(block.isfinite().all())
     assert torch.equal(block[rows - 1], gumbel(seed, position + rows - 1, 1, vocab + 7)[0, :vocab])
-    table = NoiseTable(seed, vocab, block=3)
-    assert torch.equal(table.at(position, rows), block)
-    assert torch.equal(table.at(position + 1, rows), gumbel(seed, position + 1, rows, vocab))
-    assert torch.equal(table.at(position, 1), block[:1])
+
+
+@pytest.mark.parametrize("vocab", [40, 70_000])  # many positions at a time, and those that are asked for alone
+def test_a_table_has_the_noise_of_any_positions_in_any_order(vocab: int) -> None:
+    table = NoiseTable(7, vocab)
+    for position, rows in ((5, 4), (6, 4), (8, 1), (9, 3), (36, 2), (37, 4), (90, 2), (88, 4), (5, 1)):
+        assert torch.equal(table.at(position, rows), gumbel(7, position, rows, vocab))
 
 
 @pytest.mark.parametrize("along", ["tokens", "positions", "seeds"])

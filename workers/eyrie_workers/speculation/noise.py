@@ -82,29 +82,33 @@ def gumbel(seed: int, first_position: int, num_positions: int, vocab_size: int) 
     return uniform.log_().neg_().log_().neg_()
 
 
-# Numbers of a NoiseTable, 8 bytes each and per request: 32 positions of a vocabulary of 32k, 8 of one of 128k. A call
-# for more positions than that still gets them.
-_MOST_CACHED = 2**20
+# Positions and numbers that are computed at a time, 8 bytes each and per request. A vocabulary of 2k gets 32 positions,
+# which saves calls. A large one gets those that are asked for alone: blocks of megabytes, held by many requests for
+# different times, leave the heap in pieces.
+_POSITIONS, _NUMBERS = 32, 2**16
 
 
 class NoiseTable:
-    """The noise of one request, cached in blocks of positions: drafting and verification read the same positions."""
+    """The noise of one request. Drafting and verification read the same positions, and each is computed once."""
 
-    def __init__(self, seed: int, vocab_size: int, block: int = 32) -> None:
+    def __init__(self, seed: int, vocab_size: int) -> None:
         self.seed = seed
         self.vocab_size = vocab_size
-        self.block = min(block, max(1, _MOST_CACHED // vocab_size))
         self._first = 0
-        self._rows: Tensor | None = None
+        self._rows = torch.empty(0, vocab_size, dtype=torch.float64)
 
     def at(self, position: int, num_positions: int) -> Tensor:
-        """Noise of positions [position, position + num_positions): [num_positions, V] float64, a view."""
-        rows = self._rows
-        if rows is None or position < self._first or position + num_positions > self._first + rows.shape[0]:
-            rows = gumbel(self.seed, position, max(self.block, num_positions), self.vocab_size)
-            self._first, self._rows = position, rows
+        """Noise of positions [position, position + num_positions): [num_positions, V] float64, a view. A position
+        before that of the last call is computed again."""
+        known = self._first + len(self._rows)
+        if position < self._first or position + num_positions > known:
+            kept = self._rows[position - self._first:] if self._first <= position < known else self._rows[:0]
+            begin = position + len(kept)
+            num = max(min(_POSITIONS, _NUMBERS // self.vocab_size), position + num_positions - begin)
+            more = gumbel(self.seed, begin, num, self.vocab_size)
+            self._first, self._rows = position, torch.cat([kept, more])
         offset = position - self._first
-        return rows[offset:offset + num_positions]
+        return self._rows[offset:offset + num_positions]
 
 
 @dataclass(frozen=True)
