@@ -15,6 +15,7 @@ from benchmarks.experiments import (
     crossover,
     data_amount,
     depth_width,
+    families,
     layer_choice,
     on_policy,
     one_choice,
@@ -25,8 +26,8 @@ from benchmarks.experiments.report import ExperimentReport
 from eyrie_api.errors import EyrieError
 
 # Timed experiments run first, while the machine is as quiet as at the start.
-EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
-               one_choice, layer_choice)
+EXPERIMENTS = (families, acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy,
+               data_amount, one_choice, layer_choice)
 OWN_DATA = (on_policy, layer_choice)
 """They cannot run on a published target."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.experiments.workspace import CHAIN, Trained, Workspace
 from eyrie_api.artifacts import digest_bytes, digest_directory
 from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import CheckpointReport
 from eyrie_workers.drafters.family import open_drafter
@@ -72,10 +73,10 @@ def ladder(workspace: Workspace) -> list[Rung]:
             for name, trained in runs.items() for checkpoint in trained.report.checkpoints]
 
 
-def time_all(workspace: Workspace, rungs: Sequence[Rung]) -> list[Turn]:
+def time_all(workspace: Workspace, rungs: Sequence[Rung], shape: DraftTreeShape = CHAIN) -> list[Turn]:
     """Every prompt at every temperature through the undrafted engine and every rung."""
     drafters = [digest_directory(rung.path) for rung in rungs]
-    key = digest_bytes(repr((drafters, workspace.scale, workspace.spec, CHAIN)).encode())
+    key = digest_bytes(repr((drafters, workspace.scale, workspace.spec, shape)).encode())
     file = workspace.work / f"timed-{key[7:23]}.jsonl"
     workspace.work.mkdir(parents=True, exist_ok=True)
     turns = [Turn.model_validate_json(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -90,11 +91,11 @@ def time_all(workspace: Workspace, rungs: Sequence[Rung]) -> list[Turn]:
                     continue
                 if number == 0:
                     for name, engine in engines.items():
-                        engine.generate([request], None if name == OFF else CHAIN)
+                        engine.generate([request], None if name == OFF else shape)
                 variants = {}
                 for name in interleaved(list(engines), number):
                     began = time.perf_counter()
-                    (answer,) = engines[name].generate([request], None if name == OFF else CHAIN)
+                    (answer,) = engines[name].generate([request], None if name == OFF else shape)
                     accepted = sum(k * count for k, count in enumerate(answer.accepted_histogram))
                     variants[name] = Timed(tokens=len(answer.token_ids), seconds=time.perf_counter() - began,
                                        rounds=answer.rounds, accepted=accepted)

@@ -50,7 +50,7 @@ from eyrie_workers.targets.templates import ChatTokenizer
 COMPARED: tuple[str, ...] = ("eagle3", "eagle1")
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 JOB = "experiments"
-Settings = Mapping[str, float | str]
+Settings = Mapping[str, float | str | None]
 """Fields of a TrainSpec."""
 
 _CONCURRENCY = 16
@@ -72,10 +72,13 @@ class Scale:
     tokens: int
     """Of an answer, at most."""
 
+    seconds: float
+    """Of training, where families are compared at equal time."""
 
-FULL = Scale(conversations=800, steps=240, seeds=3, prompts=12, tokens=64)
-SHORT = Scale(conversations=160, steps=60, seeds=2, prompts=3, tokens=48)
-PUBLISHED = Scale(conversations=800, steps=320, seeds=1, prompts=12, tokens=64)
+
+FULL = Scale(conversations=800, steps=240, seeds=3, prompts=12, tokens=64, seconds=100.0)
+SHORT = Scale(conversations=160, steps=60, seeds=2, prompts=3, tokens=48, seconds=10.0)
+PUBLISHED = Scale(conversations=800, steps=320, seeds=1, prompts=12, tokens=64, seconds=480.0)
 """Of a target ten times as large."""
 
 

@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     options = parser.parse_args(argv)
     full = {"rows": 300, "epochs": 2.0, "seconds": 240.0, "prompts": 12, "seeds": 3, "rates": (5e-4, 1e-3, 2e-3)}
-    short = {"rows": 12, "epochs": 0.5, "seconds": 8.0, "prompts": 1, "seeds": 2, "rates": (1e-3, 2e-3)}
+    short = {"rows": 12, "epochs": 3.0, "seconds": 40.0, "prompts": 1, "seeds": 2, "rates": (1e-3, 2e-3)}
     for name, value in (short if options.short else full).items():
         setattr(options, name, value)
     return options

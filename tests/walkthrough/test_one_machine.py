@@ -105,6 +105,7 @@ def finished(client: Client, job_id: str, seconds: float = 600) -> Job:
     return wait_for(over, f"{job_id} is over", seconds, every_s=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # a machine that is held up is waited for
 def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(tmp_path: Path) -> None:
     """kill -9 of the control plane and of everything the run started. Each stage has tests of its own that kill it."""

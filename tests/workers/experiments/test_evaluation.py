@@ -13,6 +13,7 @@ from benchmarks.experiments import (
     crossover,
     data_amount,
     depth_width,
+    families,
     layer_choice,
     one_choice,
     training_vs_served,
@@ -21,6 +22,7 @@ from benchmarks.experiments.fits import Counted
 from benchmarks.experiments.report import MachineWatch, build_report, index, page, write
 from benchmarks.experiments.timing import Rung
 from benchmarks.peers import published as peers
+from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.reports import CheckpointReport
 
 
@@ -132,6 +134,20 @@ def test_a_choice_is_better_or_worse_only_where_its_interval_leaves_one_out() ->
     assert "; worse down -25.0 %" in finding.found[0]
     assert finding.found[0].endswith("the other 1 of 3 are not told apart.")
     assert "better nothing; worse nothing" in finding.found[2]
+
+
+def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_drafting() -> None:
+    taus = {"eagle3": 2.4, "eagle1": 2.2, "dflash": 2.0}
+    fields = timings(list(taus.values()), 0.015)
+    finding = families.evaluate({name: [counted([value + 0.1, value - 0.1])] * (1 + 2 * (name == "eagle3"))
+                                 for name, value in taus.items()}, fields, dict.fromkeys(taus, 100), 4, 480.0)
+    assert [row[0] for row in finding.table] == ["eagle3", "eagle1", "dflash"]
+    assert finding.found[0].startswith("Fastest served: eagle3 with 1.60x")
+    assert finding.found[1] == "tau over three seeds: eagle3 2.40 (sd 0.000)."
+    alike = {name: families.carried(FAMILIES[name], 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
+    assert 2.0 > alike["dflash"] > alike["eagle3"] > 1.0  # one pass for a block against one for each token
+    assert all(families.carried(FAMILIES["dflash"], 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
+               for users in (64, 256))
 
 
 def test_programs_are_compared_over_all_seeds_at_equal_time_and_over_one_at_equal_epochs() -> None:

@@ -11,7 +11,7 @@ from benchmarks.published.demo import local_job
 from eyrie_workers.data.rows import ROWS, read_rows
 from tests.house.sources import ROOT
 
-SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
+SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6, seconds=1.0)
 
 
 def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path: Path) -> None:
