@@ -12,6 +12,7 @@ ratios of tau are paired. The defaults of a family should be the best row, or on
     python -m benchmarks.experiments.one_choice [--short] [--job demo|published] --out DIR
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from benchmarks.experiments.timing import TEMPERATURES
 from benchmarks.experiments.workspace import CHAIN, Settings, Workspace
 from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_workers.data.rows import ROWS, AnsweredRow
+from eyrie_workers.data.rows import ROWS
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.training.loop import DEFAULT_LEARNING_RATE
 
@@ -71,7 +72,7 @@ def recipe(learning_rate: float, vocab_size: int) -> dict[str, Choice]:
 def sources_of(workspace: Workspace, rows: Path) -> dict[str, Path]:
     """As many conversations of every source as the rarest has; the base, of all of them, first."""
     lines = (rows / ROWS).read_bytes().splitlines(keepends=True)
-    named = [AnsweredRow.model_validate_json(line).source_name for line in lines]
+    named = [json.loads(line)["source_name"] for line in lines]
     num = min(Counter(named).values())
     return {DATA: workspace.rows(num)} | {f"{source} alone": workspace.given_rows(
         f"{source}-{num}", [line for line, name in zip(lines, named, strict=True) if name == source][:num], rows)
