@@ -108,8 +108,8 @@ def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray
         limits=("The rates are the families' defaults, measured on the shipped target.",
                 "Draft trees are left out; Medusa, Hydra and DFlash gain most from them.",
                 "Figures carried over assume this tau; a larger target has drafters of another tau, and launches, "
-                "attention and sampling are not in the cost model, in which each token of a mixture reads experts of "
-                "its own."),
+                "attention and sampling are not in the cost model, in which each token of a mixture draws its experts "
+                "on its own."),
         columns=("family", "speed-up", "tau", *suites, "tau, further seeds", "steps", *(
             f"{larger}, {' / '.join(map(str, _USERS))} users" for larger in LARGER)),
         table=table, figure=lambda: figure(order, speeds), timed=True)

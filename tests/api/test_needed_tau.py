@@ -69,6 +69,16 @@ def test_a_pass_over_more_tokens_takes_their_arithmetic_longer() -> None:
     assert pass_s(10**9, 10**9, 11, rates) == pytest.approx(2e-3 + 10 * 40e-6)
 
 
+def test_a_pass_reads_the_experts_that_its_tokens_draw_and_every_other_weight_once() -> None:
+    mixture = replace(LLAMA_8B, experts=Experts(number=128, active=8, intermediate_size=1536))
+    per_expert = mixture.num_layers * mixture.mlp_parameters(1536)
+    one = mixture.read_parameters(1)
+    assert one == mixture.active_parameters
+    assert (mixture.read_parameters(4) - one) / per_expert == 21  # 128 (1 - (120 / 128)^4) = 29.1, of four times 8
+    assert mixture.read_parameters(1000) == mixture.parameters
+    assert LLAMA_8B.read_parameters(1) == LLAMA_8B.read_parameters(1000) == LLAMA_8B.parameters
+
+
 def test_more_users_need_no_lower_tau_and_with_many_speculation_loses_at_every_depth() -> None:
     found = taus(plan_of(prove=CROWD))
     assert {users for users, _ in found} == {*LOADS, 2048}

@@ -13,7 +13,8 @@ A pass over n tokens reads the weights at the rate of one request, and computes 
 of prefill; the two are added. The roofline (Williams et al. 2009) takes the longer of them alone, so a verified token
 would cost nothing while the machine waits for memory; measured rounds of several users did not overlap them so well
 (docs/results/tuner.md). With many users a token costs all of its arithmetic, and speculation loses. Of a mixture of
-experts a pass reads the experts of each token, at most all. The rates are those that the plan's hours rest on.
+experts a pass reads those that its tokens draw, and all other weights once (`TargetFacts.read_parameters`). The rates
+are those that the plan's hours rest on.
 
 Not counted: the KV cache, the launch of kernels, sampling, and whatever else an engine does once per round. All of them
 are larger shares of a small target's round: the tuner's figures, from timed rounds, replace these.
@@ -59,13 +60,13 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
 def planned_round_s(target: TargetFacts, drafting_weights: int, users: int, nodes: int, rates: Rates) -> float:
     """Seconds of a round: a pass over so many tokens of each user, and drafting with so many weights; 0: none."""
     drafting = pass_s(drafting_weights, drafting_weights, users, rates) if drafting_weights else 0.0
-    return pass_s(target.parameters, target.active_parameters, users * nodes, rates) + drafting
+    tokens = users * nodes
+    return pass_s(target.read_parameters(tokens), target.active_parameters, tokens, rates) + drafting
 
 
-def pass_s(weights: int, active: int, tokens: int, rates: Rates) -> float:
-    """Seconds of a pass over so many tokens; `active` of the weights compute each."""
-    read, computed = min(weights, active * tokens), active * (tokens - 1)
-    return 2.0 * read / (rates.single * 1e9) + 2.0 * computed / (rates.prefill * 1e9)
+def pass_s(read: int, active: int, tokens: int, rates: Rates) -> float:
+    """Seconds of a pass over so many tokens that reads so many weights; `active` weights compute each token."""
+    return 2.0 * read / (rates.single * 1e9) + 2.0 * active * (tokens - 1) / (rates.prefill * 1e9)
 
 
 def _ascending(numbers: Sequence[int]) -> list[int]:

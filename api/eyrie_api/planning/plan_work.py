@@ -136,6 +136,14 @@ class TargetFacts(DecoderSizes):
         """Of them, those that compute one token."""
         return self._parameters(self.experts.active if self.experts else 1)
 
+    def read_parameters(self, tokens: int) -> int:
+        """Of them, those that a pass over so many tokens reads. Of a mixture's experts the mean number that is drawn at
+        least once, if every token draws its own and all are equally likely; tokens of one text often share theirs."""
+        if self.experts is None:
+            return self.parameters
+        left_out = (1.0 - self.experts.active / self.experts.number) ** tokens
+        return self._parameters(round(self.experts.number * (1.0 - left_out)))
+
     @property
     def embedding_parameters(self) -> int:
         """Of embedding and output matrix, which no method quantises."""
