@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,13 @@ def later(act: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=act)
     thread.start()
     return thread
+
+
+def test_the_version_is_that_of_the_package_and_help_begins_with_training() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.stdout) == (0, f"{version('eyrie')}\n")
+    commands = CliRunner().invoke(app, ["--help"]).stdout.split("Commands")[1]
+    assert commands.index("train") < commands.index("whoami")
 
 
 def test_train_submits_a_job_with_absolute_paths(eyrie: Eyrie, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.text import Text
 
+from eyrie_api.artifacts import installed_version
 from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.spec import build_job, comparison, measurement
@@ -36,15 +37,24 @@ from eyrie_api.errors import EyrieError, GpuTooSmall, InvalidInput, NotFound, No
 from eyrie_api.settings import DEFAULT_PORT, Settings
 
 app = typer.Typer(
-    name="eyrie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Train, choose and serve a speculative-decoding drafter for your own LLM.",
-)
+    name="eyrie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
 for _name, _commands in (("endpoints", endpoints_app), ("keys", access.keys_app), ("projects", access.projects_app),
                          ("webhooks", access.webhooks_app)):
     app.add_typer(_commands, name=_name)
-app.command("whoami")(access.whoami)
-app.command("audit")(access.audit)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(installed_version())
+        raise typer.Exit
+
+
+@app.callback()
+def eyrie(version: Annotated[bool, typer.Option(
+        "--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False) -> None:
+    """Train, choose and serve a speculative-decoding drafter for your own LLM."""
+
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
 Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Watch until it ends. Ctrl-C ends the watch only.")]
@@ -672,3 +682,8 @@ def chat(
     if as_json:
         raise InvalidInput("--json needs one message", "eyrie chat --json 'your message'")
     chatting.talk(settings, opening, screen)
+
+
+# Last, so that --help begins with what everybody runs.
+app.command("whoami")(access.whoami)
+app.command("audit")(access.audit)
