@@ -29,8 +29,8 @@ from benchmarks.experiments.workspace import CHAIN, Settings, Workspace
 from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_workers.data.rows import ROWS
+from eyrie_workers.drafters.family import family_named
 from eyrie_workers.targets.config import read_config
-from eyrie_workers.training.loop import DEFAULT_LEARNING_RATE
 
 NAME = "one_choice"
 CLAIM = ("\"More diverse data, more epochs, better dataset curation - these will move the needle far more than any "
@@ -57,8 +57,8 @@ def recipe(learning_rate: float, vocab_size: int) -> dict[str, Choice]:
     """The choices of the first group, the defaults first. Pure."""
     return {
         RECIPE: Choice(),
-        f"learning rate {learning_rate / 2:g}": Choice({"learning_rate": learning_rate / 2}),
-        f"learning rate {learning_rate * 2:g}": Choice({"learning_rate": learning_rate * 2}),
+        **{f"learning rate {rate:g}": Choice({"learning_rate": rate})
+           for rate in (learning_rate / 4, learning_rate / 2, learning_rate * 2)},
         "all positions unrolled": Choice({"unrolled_fraction": 1.0}),
         "no phase of single steps": Choice({"single_step_ratio": 0.0}),
         f"draft vocabulary {vocab_size // 12}": Choice(drafter=DrafterSpec(draft_vocab_size=vocab_size // 12)),
@@ -82,7 +82,7 @@ def sources_of(workspace: Workspace, rows: Path) -> dict[str, Path]:
 def measure(workspace: Workspace) -> ExperimentResult:
     """Train and decode every choice of both groups."""
     steps = round(_STEPS * workspace.scale.steps)
-    rate = workspace.job.train.learning_rate or DEFAULT_LEARNING_RATE
+    rate = workspace.job.train.learning_rate or family_named("eagle3").learning_rate
     half = workspace.rows(workspace.scale.conversations // 2)
     groups = {
         RECIPE: {name: (half, choice) for name, choice in recipe(rate, read_config(workspace.path).vocab_size).items()},
