@@ -17,6 +17,7 @@ from benchmarks.experiments import (
     depth_width,
     families,
     layer_choice,
+    learning_rates,
     on_policy,
     one_choice,
     training_vs_served,
@@ -27,7 +28,7 @@ from eyrie_api.errors import EyrieError
 
 # Timed experiments run first, while the machine is as quiet as at the start.
 EXPERIMENTS = (families, acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy,
-               data_amount, one_choice, layer_choice)
+               data_amount, one_choice, learning_rates, layer_choice)
 OWN_DATA = (on_policy, layer_choice)
 """They cannot run on a published target."""
 
