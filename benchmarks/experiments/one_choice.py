@@ -58,7 +58,7 @@ def recipe(learning_rate: float, vocab_size: int) -> dict[str, Choice]:
     return {
         RECIPE: Choice(),
         **{f"learning rate {rate:g}": Choice({"learning_rate": rate})
-           for rate in (learning_rate / 4, learning_rate / 2, learning_rate * 2)},
+           for rate in (learning_rate / 8, learning_rate / 4, learning_rate / 2, learning_rate * 2)},
         "all positions unrolled": Choice({"unrolled_fraction": 1.0}),
         "no phase of single steps": Choice({"single_step_ratio": 0.0}),
         f"draft vocabulary {vocab_size // 12}": Choice(drafter=DrafterSpec(draft_vocab_size=vocab_size // 12)),
