@@ -20,13 +20,13 @@ from benchmarks.experiments.workspace import Workspace
 from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES, sglang_families
-from eyrie_workers.drafters.family import family_named
+from eyrie_workers.drafters.family import MEASURED_WIDTH, family_named
 from eyrie_workers.targets.config import read_config
 
 NAME = "learning_rates"
 CLAIM = ("Adam's best learning rate falls with width: one that was measured on a small model is too high for a wide "
          "one.")
-MEASURED_AT = 256
+
 _STEPS = 0.75
 
 Runs = Mapping[str, tuple[tuple[float, Sequence[Counted]], tuple[float, Sequence[Counted]]]]
@@ -42,7 +42,7 @@ def measure(workspace: Workspace) -> ExperimentResult:
     for name in sglang_families():
         if FAMILIES[name].of_target:
             continue
-        for rate in (own := family_named(name).learning_rate, own * MEASURED_AT / width):
+        for rate in (own := family_named(name).learning_rate, own * MEASURED_WIDTH / width):
             drafter = workspace.train(store, family=name, checkpoints=1, settings={
                 "learning_rate": rate, "max_steps": round(_STEPS * steps)}).last
             runs[name] = (*runs.get(name, ()), (rate, workspace.decode(drafter, chain)))
@@ -63,7 +63,7 @@ def evaluate(runs: Runs, width: int, steps: int, depth: int) -> ExperimentResult
     better, worse = ([name for name, of in ratios.items() if of.clear and (of.value > 1.0) is above]
                      for above in (True, False))
     return ExperimentResult(
-        found=[f"At width {width} a rate of {MEASURED_AT} / {width} of the family's own is clearly better for "
+        found=[f"At width {width} a rate of {MEASURED_WIDTH} / {width} of the family's own is clearly better for "
                f"{', '.join(better) or 'no family'}, clearly worse for {', '.join(worse) or 'no family'}.",
                *(f"{name}: tau {of.text} with {runs[name][1][0]:.2g} in place of {runs[name][0][0]:g}."
                  for name, of in ratios.items())],

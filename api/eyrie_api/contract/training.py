@@ -33,8 +33,9 @@ class TrainSpec(Frozen):
     """Whether every supervised token of a batch has the same weight, or every answer regardless of its length."""
 
     learning_rate: float | None = Field(None, gt=0.0, le=1.0)
-    """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters need less:
-    published EAGLE-3 training runs use 5e-5 to 6e-4."""
+    """Peak; default: the family's own, measured on the quickstart target, times 256 / hidden size of a wider one:
+    eagle3 2e-3 at 256 and 1.25e-4 at 4096; of dflash and dspark 5e-4 at any. Published EAGLE-3 training runs use 5e-5
+    to 6e-4."""
 
     warmup_ratio: Probability = 0.05
     """Share of the steps in which the learning rate rises linearly to its peak."""

@@ -51,6 +51,12 @@ def test_training_continues_from_the_families_whose_drafters_can_be_loaded(name:
     assert FAMILIES[name].continues == (family_named(name).load is not None)
 
 
+def test_the_default_learning_rate_falls_with_the_width_of_the_target() -> None:
+    eagle3 = family_named("eagle3")
+    assert [eagle3.default_rate(width) for width in (64, 256, 512, 4096)] == [2e-3, 2e-3, 1e-3, 1.25e-4]
+    assert family_named("dflash").default_rate(4096) == family_named("dflash").learning_rate
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_reads_the_states_of_its_row(name: str) -> None:
     fused = dict.fromkeys(("eagle3", "dflash", "dspark"), AUX_LAYERS)

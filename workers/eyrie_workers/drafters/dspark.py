@@ -12,4 +12,5 @@ from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.validation import validator_by_loading
 
 FAMILY = FamilyImplementation("dspark", create, BlockDiffusion, save, load_proposer,
-                              validator_by_loading("dspark", load), load=load_drafter, learning_rate=5e-4)
+                              validator_by_loading("dspark", load), load=load_drafter, learning_rate=5e-4,
+                              rate_falls=False)

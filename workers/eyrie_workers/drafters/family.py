@@ -39,6 +39,9 @@ from eyrie_workers.training.objective import Objective
 Layers = tuple[int, ...]
 """`hidden_states` indices, ascending: 0 embeddings, i + 1 output of layer i, num_layers after the final norm."""
 
+MEASURED_WIDTH = 256
+"""Hidden size of the target on which the default learning rates were measured."""
+
 
 @dataclass(frozen=True)
 class FamilyImplementation:
@@ -72,11 +75,19 @@ class FamilyImplementation:
     """The drafter of an export, to continue its training; None: not possible. Raises as `load_proposer`."""
 
     learning_rate: float = DEFAULT_LEARNING_RATE
-    """Default peak learning rate, measured on the quickstart target."""
+    """Default peak learning rate, measured on the quickstart target, whose width is `MEASURED_WIDTH`."""
+
+    rate_falls: bool = True
+    """Whether that rate falls with the width of a wider target. Not for blocks, which no wider target has tried."""
 
     @property
     def row(self) -> DrafterFamily:
         return FAMILIES[self.name]
+
+    def default_rate(self, width: int) -> float:
+        """Default peak learning rate for a target of this hidden size. Adam's best rate is inversely proportional to
+        the width of a matrix (arXiv:2203.03466, table 3); a narrower target than the measured one keeps its rate."""
+        return self.learning_rate * (min(1.0, MEASURED_WIDTH / width) if self.rate_falls else 1.0)
 
     def layers(self, fused: Layers, num_layers: int) -> Layers:
         """Layers of the target that the family reads.

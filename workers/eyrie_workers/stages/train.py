@@ -115,7 +115,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     given, train_spec = spec, with_tokens(spec.train, dist.size if device.type == "cuda" else 0,
                                           sum(store.lengths[row] for row in train_rows))
     if train_spec.learning_rate is None:
-        train_spec = train_spec.model_copy(update={"learning_rate": family.learning_rate})
+        train_spec = train_spec.model_copy(update={"learning_rate": family.default_rate(config.hidden_size)})
     drafter_spec = spec.drafter
     if drafter_spec.max_draft_tokens is None:
         drafter_spec = drafter_spec.model_copy(update={"max_draft_tokens": train_spec.ttt_length})
