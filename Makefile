@@ -292,15 +292,15 @@ compare: setup  ## all drafter families for the shipped target in one job, ranke
 		--set target.dtype=float32 --set drafter.draft_vocab_size=1536 --set regenerate.max_new_tokens=128 \
 		--set data.max_conversations=$(if $(SHORT),160,900) --set train.max_tokens_per_batch=$(if $(SHORT),512,1024)
 
-# Up to an hour on two cores; killed, it resumes from the last stage. The committed pages: OUT=docs/results/experiments.
-# JOB=published: on the target, the prompts and the suites of `make demo-published`, some hours.
+# Some hours on two cores, families at equal time alone half an hour; killed, it resumes from the last stage. The committed pages: OUT=docs/results/experiments.
+# JOB=published: on the target, the prompts and the suites of `make demo-published`, eight hours or more. One of them: python -m benchmarks.experiments --only NAME.
 experiments: setup  ## claims about speculative decoding, measured: pages and plots in .eyrie/experiments; SHORT=1 is quick
 	@$(BIN)/python -m benchmarks.experiments $(if $(SHORT),--short) $(if $(JOB),--job $(JOB)) --out $(or $(OUT),.eyrie/experiments)
 
 # Half an hour on two idle cores, including the peers' environments (2.5 GB in .eyrie/peers), which are kept.
 bench-peers: setup  ## Eyrie compared with SpecForge and speculators, each in an environment of its own; SHORT=1, JOB=published
 	@PYTHON="$(PYTHON)" bash benchmarks/peers/environments/setup
-	@$(BIN)/python -m benchmarks.peers.$(if $(filter published,$(JOB)),published,bench) $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.peers.$(or $(JOB),bench) $(if $(SHORT),--short)
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie

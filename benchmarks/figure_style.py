@@ -7,10 +7,13 @@ monotonic in brightness and designed for the same purpose (Nunez, Anderton, Rens
 """
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from eyrie_api.contract.model import Interval
 
 BASELINE_BLUE = "#0072B2"
 BEST_GREEN = "#009E73"
@@ -47,6 +50,18 @@ def title(figure: Figure, finding: str, detail: str = "") -> None:
         texts.append(figure.supxlabel(_wrapped(detail, int(width * 1.6)), x=0.01, ha="left", fontsize=9, alpha=0.75))
     for text in texts:
         text.set_parse_math(False)  # the path of a target may contain two dollar signs
+
+
+def ratios(axes: Axes, drawn: Mapping[str, tuple[float, Interval]], colour: str = BEST_GREEN, *, shift: float = 0.0,
+           label: str | None = None) -> None:
+    """One ratio with its interval per row, named at the left, the first at the top; a line at 1."""
+    values = [value for value, _ in drawn.values()]
+    reach = [[value - of.low for value, of in drawn.values()], [of.high - value for value, of in drawn.values()]]
+    axes.errorbar(values, [row + shift for row in range(len(drawn))], xerr=reach, fmt="o", color=colour, capsize=3,
+                  label=label)
+    axes.axvline(1.0, color=OTHER_GREY, linestyle=":")
+    axes.set_yticks(range(len(drawn)), list(drawn))
+    axes.set_ylim(len(drawn) - 0.5, -0.5)
 
 
 def _wrapped(text: str, width: int) -> str:

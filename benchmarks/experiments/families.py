@@ -27,14 +27,20 @@ from benchmarks.experiments.program import main
 from benchmarks.experiments.report import ExperimentResult
 from benchmarks.experiments.timing import Rung, fields_of, speedups, time_all
 from benchmarks.experiments.workspace import Trained, Workspace
-from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, new_figure, title
+from benchmarks.figure_style import new_figure, ratios, title
 from benchmarks.plans import LLAMA_8B, OLMO_32B, QWEN_235B, served_by_sglang
+from eyrie_api.contract.data import DataSource, DataSpec
+from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES, DrafterFamily, DrafterSizes
+from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
+from eyrie_api.contract.targets import TargetSpec
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.planning.hardware import ASSUMED, gpu_rates
 from eyrie_api.planning.needed_tau import planned_round_s
 from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.sweep import expand
 from eyrie_workers.measure.intervals import FloatArray, interval_around, standard_error
 
 NAME = "families"
@@ -43,19 +49,17 @@ CLAIM = ("DSpark accepts 27 to 31 % more than EAGLE-3 and 16 to 18 % more than D
 LARGER = {"8B": (LLAMA_8B, 1, 2.0), "32B": (OLMO_32B, 2, 2.0), "235B mixture": (served_by_sglang(QWEN_235B), 4, 1.0)}
 """Targets, their GPUs, and bytes of a weight."""
 
-_DRAFT_VOCAB = 32_768
-_AUX_LAYERS = 3
 _USERS = (1, 64)
 _BEST, _MORE_SEEDS = 4, (1, 2)
 
 
-def carried(row: DrafterFamily, tau_here: float, depth: int, target: TargetFacts, num_gpus: int, weight_bytes: float,
+def carried(family: str, tau_here: float, depth: int, target: TargetFacts, num_gpus: int, weight_bytes: float,
             users: int) -> float:
     """Speed-up of a chain with this tau, by the cost model. Pure."""
-    vocab = target.vocab_size if row.whole_vocabulary else min(target.vocab_size, _DRAFT_VOCAB)
-    sizes = DrafterSizes(target=target, output_vocab_size=vocab, num_aux_layers=_AUX_LAYERS, max_draft_tokens=depth,
-                         hidden_size=None, intermediate_size=None, num_layers=None)
-    weights = row.drafting_weights(sizes, depth) if row.drafting_weights else depth * row.parameters(sizes)
+    (candidate,) = expand(JobSpec(
+        target=TargetSpec(model=target.source), data=DataSpec(sources=(DataSource(path="any"),)),
+        drafter=DrafterSpec(family=family), train=TrainSpec(ttt_length=depth)))
+    weights = target.trained_drafter(candidate).drafting_weights(depth)
     rates = gpu_rates(ASSUMED, "expected", num_gpus=num_gpus, tp_size=num_gpus, batch=users, weight_bytes=weight_bytes,
                       active_share=target.active_parameters / target.parameters)
     return (tau_here * planned_round_s(target, 0, users, 1, rates)
@@ -93,7 +97,7 @@ def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray
     speeds = dict(zip(runs, with_intervals(fields), strict=True))
     order = sorted(runs, key=lambda name: -speeds[name][0])
     suites = list(dict.fromkeys(of.suite for of in runs[order[0]][0]))
-    moved = {(name, larger, users): carried(FAMILIES[name], tau(runs[name][0]), depth, *LARGER[larger], users=users)
+    moved = {(name, larger, users): carried(name, tau(runs[name][0]), depth, *LARGER[larger], users=users)
              for name in runs for larger in LARGER for users in _USERS}
     table = [[name, f"{speeds[name][0]:.2f} ({speeds[name][1].low:.2f}-{speeds[name][1].high:.2f})", _tau(runs[name]),
               *(f"{tau([of for of in runs[name][0] if of.suite == suite]):.2f}" for suite in suites),
@@ -160,13 +164,7 @@ def _carried(runs: Mapping[str, Sequence[Sequence[Counted]]], moved: Mapping[tup
 def figure(order: Sequence[str], speeds: Mapping[str, tuple[float, Interval]]) -> Figure:
     """Speed-up by family."""
     drawn, (axes,) = new_figure(8.5, 4.6)
-    values = [speeds[name][0] for name in order]
-    axes.errorbar(values, range(len(order)), xerr=[[speeds[name][0] - speeds[name][1].low for name in order],
-                                                   [speeds[name][1].high - speeds[name][0] for name in order]],
-                  fmt="o", color=BEST_GREEN, capsize=3)
-    axes.set_yticks(range(len(order)), order)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color=OTHER_GREY, linestyle=":")
+    ratios(axes, {name: speeds[name] for name in order})
     axes.set(xlabel="speed-up over the undrafted engine, one user")
     title(drawn, f"{order[0]} serves fastest after equal time of training", "greedy; 95 % intervals over prompts")
     return drawn

@@ -3,9 +3,9 @@
 Adam's best rate falls with the width of the matrices that it trains (Yang et al., arXiv:2203.03466: as 1 / width), and
 published EAGLE-3 training runs for targets of thousands use 5e-5 to 6e-4, where 2e-3 is best at 256. Every family that
 SGLang serves is trained at its own rate and at that rate times 256 / width of this target, for equal steps on the same
-rows, from the same seed.
+rows, from the same seed. The shipped target, of width 256, has nothing to show here.
 
-    python -m benchmarks.experiments.learning_rates [--short] [--job demo|published] --out DIR
+    python -m benchmarks.experiments.learning_rates [--short] --job published --out DIR
 """
 
 import sys
@@ -17,7 +17,7 @@ from benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
 from benchmarks.experiments.program import main
 from benchmarks.experiments.report import ExperimentResult
 from benchmarks.experiments.workspace import Workspace
-from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, new_figure, title
+from benchmarks.figure_style import new_figure, ratios, title
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES, sglang_families
 from eyrie_workers.drafters.family import MEASURED_WIDTH, family_named
@@ -59,34 +59,28 @@ def ratio(runs: Runs, name: str) -> Ratio:
 def evaluate(runs: Runs, width: int, steps: int, depth: int) -> ExperimentResult:
     """The result from the counts. Pure."""
     some = next(iter(runs.values()))[0][1]
-    ratios = {name: ratio(runs, name) for name in runs}
-    better, worse = ([name for name, of in ratios.items() if of.clear and (of.value > 1.0) is above]
+    of_families = {name: ratio(runs, name) for name in runs}
+    better, worse = ([name for name, of in of_families.items() if of.clear and (of.value > 1.0) is above]
                      for above in (True, False))
     return ExperimentResult(
         found=[f"At width {width} a rate of {MEASURED_WIDTH} / {width} of the family's own is clearly better for "
                f"{', '.join(better) or 'no family'}, clearly worse for {', '.join(worse) or 'no family'}.",
                *(f"{name}: tau {of.text} with {runs[name][1][0]:.2g} in place of {runs[name][0][0]:g}."
-                 for name, of in ratios.items())],
+                 for name, of in of_families.items())],
         measured=f"One seed, {steps} steps of 1024 tokens, {len(some)} held-out prompts, greedy, chain {depth}/1/"
                  f"{depth + 1}; 95 % intervals over prompts, paired.",
         limits=("Two widths show a direction, not a power.", "One seed, and few steps: a longer run may prefer another "
                 "rate."),
         columns=("family", "own rate", "tau", "scaled rate", "tau", "ratio"),
         table=[[name, f"{own[0]:g}", f"{tau(own[1]):.3f}", f"{scaled[0]:.2g}", f"{tau(scaled[1]):.3f}",
-                ratios[name].text] for name, (own, scaled) in runs.items()],
-        figure=lambda: figure(ratios))
+                of_families[name].text] for name, (own, scaled) in runs.items()],
+        figure=lambda: figure(of_families))
 
 
-def figure(ratios: Mapping[str, Ratio]) -> Figure:
+def figure(of_families: Mapping[str, Ratio]) -> Figure:
     """tau at the scaled rate over that at the family's own."""
     drawn, (axes,) = new_figure(8.0, 4.0)
-    names = list(ratios)
-    axes.errorbar([ratios[name].value for name in names], range(len(names)),
-                  xerr=[[of.value - of.interval.low for of in ratios.values()],
-                        [of.interval.high - of.value for of in ratios.values()]], fmt="o", color=BEST_GREEN, capsize=3)
-    axes.axvline(1.0, color=OTHER_GREY, linestyle=":")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    ratios(axes, {name: (of.value, of.interval) for name, of in of_families.items()})
     axes.set(xlabel="tau at the scaled learning rate over tau at the family's own")
     title(drawn, "What a rate that falls with width is worth", "greedy; 95 % intervals over prompts")
     return drawn

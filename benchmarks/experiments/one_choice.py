@@ -26,10 +26,9 @@ from benchmarks.experiments.program import main
 from benchmarks.experiments.report import ExperimentResult
 from benchmarks.experiments.timing import TEMPERATURES
 from benchmarks.experiments.workspace import CHAIN, Settings, Workspace
-from benchmarks.figure_style import BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
+from benchmarks.figure_style import BEST_GREEN, WARM_ORANGE, new_figure, ratios, title
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_workers.data.rows import ROWS
-from eyrie_workers.drafters.family import family_named
 from eyrie_workers.targets.config import read_config
 
 NAME = "one_choice"
@@ -70,9 +69,12 @@ def recipe(learning_rate: float, vocab_size: int) -> dict[str, Choice]:
 
 
 def sources_of(workspace: Workspace, rows: Path) -> dict[str, Path]:
-    """As many conversations of every source as the rarest has; the base, of all of them, first."""
+    """As many conversations of every source as the rarest has; the base, of all of them, first. Empty where there is
+    one source."""
     lines = (rows / ROWS).read_bytes().splitlines(keepends=True)
     named = [json.loads(line)["source_name"] for line in lines]
+    if len(set(named)) == 1:
+        return {}
     num = min(Counter(named).values())
     return {DATA: workspace.rows(num)} | {f"{source} alone": workspace.given_rows(
         f"{source}-{num}", [line for line, name in zip(lines, named, strict=True) if name == source][:num], rows)
@@ -82,7 +84,7 @@ def sources_of(workspace: Workspace, rows: Path) -> dict[str, Path]:
 def measure(workspace: Workspace) -> ExperimentResult:
     """Train and decode every choice of both groups."""
     steps = round(_STEPS * workspace.scale.steps)
-    rate = workspace.job.train.learning_rate or family_named("eagle3").learning_rate
+    rate = workspace.learning_rate("eagle3")
     half = workspace.rows(workspace.scale.conversations // 2)
     groups = {
         RECIPE: {name: (half, choice) for name, choice in recipe(rate, read_config(workspace.path).vocab_size).items()},
@@ -103,7 +105,7 @@ def evaluate(runs: Runs, steps: int) -> ExperimentResult:
     """The result from the counts. Pure."""
     some = runs[RECIPE][RECIPE][TEMPERATURES[0]]
     suites = list(dict.fromkeys(of.suite for of in some))
-    table = [[name, *(f"{tau(run[t])}"[:5] if name == base else f"{tau(run[t]):.3f}, {ratio(runs, base, name, t).text}"
+    table = [[name, *(f"{tau(run[t]):.3f}" + ("" if name == base else f", {ratio(runs, base, name, t).text}")
                       for t in TEMPERATURES),
               *(f"{tau([of for of in run[TEMPERATURES[0]] if of.suite == suite]):.2f}" for suite in suites)]
              for base, group in runs.items() for name, run in group.items()]
@@ -125,28 +127,22 @@ def ratio(runs: Runs, base: str, name: str, temperature: float) -> Ratio:
 
 def text(runs: Runs, base: str, temperature: float) -> str:
     """Which choices of a group are clearly better or worse than its base."""
-    ratios = {name: ratio(runs, base, name, temperature) for name in runs[base] if name != base}
-    better, worse = ([f"{name} {of.text}" for name, of in sorted(ratios.items(), key=lambda item: -item[1].value)
+    of_names = {name: ratio(runs, base, name, temperature) for name in runs[base] if name != base}
+    better, worse = ([f"{name} {of.text}" for name, of in sorted(of_names.items(), key=lambda item: -item[1].value)
                       if of.clear and (of.value > 1.0) is above] for above in (True, False))
     return (f"Against {base} at temperature {temperature:g}: better {', '.join(better) or 'nothing'}; worse "
-            f"{', '.join(worse) or 'nothing'}; the other {len(ratios) - len(better) - len(worse)} of {len(ratios)} are "
-            "not told apart.")
+            f"{', '.join(worse) or 'nothing'}; {len(of_names) - len(better) - len(worse)} of {len(of_names)} without a "
+            "clear difference.")
 
 
 def figure(runs: Runs) -> Figure:
     """Each choice's tau over its base's, greedy and sampled."""
     drawn, panels = new_figure(11.0, 4.8, len(runs), share_y=False)
     for axes, (base, group) in zip(panels, runs.items(), strict=True):
-        names = [name for name in group if name != base]
         for temperature, colour, shift in zip(TEMPERATURES, (BEST_GREEN, WARM_ORANGE), (-0.12, 0.12), strict=True):
-            ratios = [ratio(runs, base, name, temperature) for name in names]
-            axes.errorbar([of.value for of in ratios], [place + shift for place in range(len(names))],
-                          xerr=[[of.value - of.interval.low for of in ratios],
-                                [of.interval.high - of.value for of in ratios]],
-                          fmt="o", color=colour, capsize=3, label=f"temperature {temperature:g}")
-        axes.axvline(1.0, color=OTHER_GREY, linestyle=":")
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+            of_names = {name: ratio(runs, base, name, temperature) for name in group if name != base}
+            ratios(axes, {name: (of.value, of.interval) for name, of in of_names.items()}, colour, shift=shift,
+                   label=f"temperature {temperature:g}")
         axes.set(xlabel=f"tau over that of {base}")
     panels[0].legend(loc="best", fontsize=9)
     title(drawn, "What one choice is worth, and what the data are",

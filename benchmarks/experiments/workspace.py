@@ -37,12 +37,13 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_operator.cli.demo import demo_job
 from eyrie_workers.data.rows import META, ROWS
 from eyrie_workers.data.suites import Prompt, load_suite, select
-from eyrie_workers.drafters.family import open_drafter
+from eyrie_workers.drafters.family import family_named, open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.stages.regenerate import regenerate
 from eyrie_workers.stages.train import train
+from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -159,7 +160,7 @@ class Workspace:
         chosen, job = drafter or DrafterSpec(), self.job
         shape = chosen.model_copy(update={
             "family": family, "draft_vocab_size": chosen.draft_vocab_size or job.drafter.draft_vocab_size})
-        spec = {"learning_rate": job.train.learning_rate if family == "eagle3" else None, "epochs": 1000.0,
+        spec = {"learning_rate": self.learning_rate(family), "epochs": 1000.0,
                 "ttt_length": job.train.ttt_length, "max_steps": self.scale.steps,
                 "max_tokens_per_batch": _BATCH_TOKENS, "save_every_steps": 100, **settings}
         out = self._made("train", TrainStage(
@@ -168,6 +169,12 @@ class Workspace:
         report = read_report(out / "manifest.json", TrainReport)
         assert isinstance(report, TrainReport)
         return Trained(out, report)
+
+    def learning_rate(self, family: str) -> float:
+        """The job's, which is for EAGLE-3, or the family's default for this target. Specs name it, so that what was
+        trained at another default is another artifact."""
+        own = family_named(family).default_rate(read_config(self.path).hidden_size)
+        return self.job.train.learning_rate or own if family == "eagle3" else own
 
     def prompts(self, num: int | None = None) -> list[Prompt]:
         """Held-out prompts of all suites: the suites in turn, so that any beginning is a fair mixture."""

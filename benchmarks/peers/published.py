@@ -4,8 +4,8 @@ The first answers of `make demo-published`'s target to that job's prompts, each 
 differs between the programs, as in `bench`. Everything is evaluated by Eyrie's engine on that job's suites, greedily.
 
 - *equal epochs*, one seed: also what a program's rate, memory and bytes are taken from.
-- *equal time*: each program takes as many epochs as it computes in `--seconds`, by that rate, and its schedule ends
-  there. Every learning rate with one seed; then the best of each program with the other seeds.
+- *equal time*: each program takes as many epochs as it computes in four minutes, by that rate, and its schedule
+  ends there. Every learning rate with one seed; then the best of each program with the other seeds.
 
 Time is that of optimizer steps with the loading of their batches: not of starts, evaluations and exports. Each run is
 a line of a ledger; killed, the command goes on. Needs an idle machine.
@@ -68,6 +68,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     short = {"rows": 12, "epochs": 3.0, "seconds": 40.0, "prompts": 1, "seeds": 2, "rates": (1e-3, 2e-3)}
     for name, value in (short if options.short else full).items():
         setattr(options, name, value)
+    if options.short:  # rows and runs of its own, which the full form does not go on with
+        options.out = options.out.with_name(f"{options.out.stem}-short.json")
     return options
 
 

@@ -22,7 +22,6 @@ are larger shares of a small target's round: the tuner's figures, from timed rou
 
 from collections.abc import Sequence
 
-from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.tuning import NeededTau
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
@@ -45,11 +44,10 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
         return ()
     spec, target = work.spec, work.target
     drafter = work.drafter(work.job.candidates[0])
-    weights_of = FAMILIES[drafter.family].drafting_weights or (lambda _sizes, depth: depth * drafter.parameters)
 
     def seconds(users: int, num_steps: int) -> float:
-        weights = weights_of(drafter.sizes, num_steps) if num_steps else 0
-        return planned_round_s(target, weights, users, num_steps + 1, rates)
+        return planned_round_s(target, drafter.drafting_weights(num_steps) if num_steps else 0, users, num_steps + 1,
+                               rates)
 
     return tuple(NeededTau(users=users, num_steps=depth, tau=needed_tau(
         depth, seconds(users, depth), seconds(users, 0) / spec.promotion.min_speedup))

@@ -99,6 +99,11 @@ class TrainedDrafter:
         """P, without norms and biases."""
         return FAMILIES[self.family].parameters(self.sizes)
 
+    def drafting_weights(self, num_steps: int) -> int:
+        """Weights that drafting a chain of so many tokens reads."""
+        of_family = FAMILIES[self.family].drafting_weights
+        return num_steps * self.parameters if of_family is None else of_family(self.sizes, num_steps)
+
     @property
     def inner(self) -> int:
         """I"""

@@ -15,6 +15,7 @@ from benchmarks.experiments import (
     depth_width,
     families,
     layer_choice,
+    learning_rates,
     one_choice,
     training_vs_served,
 )
@@ -22,7 +23,6 @@ from benchmarks.experiments.fits import Counted
 from benchmarks.experiments.report import MachineWatch, build_report, index, page, write
 from benchmarks.experiments.timing import Rung
 from benchmarks.peers import published as peers
-from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.reports import CheckpointReport
 
 
@@ -132,8 +132,18 @@ def test_a_choice_is_better_or_worse_only_where_its_interval_leaves_one_out() ->
     finding = one_choice.evaluate(runs, 10)
     assert finding.found[0].startswith("Against defaults at temperature 0: better up +25.0 %")
     assert "; worse down -25.0 %" in finding.found[0]
-    assert finding.found[0].endswith("the other 1 of 3 are not told apart.")
+    assert finding.found[0].endswith("1 of 3 without a clear difference.")
     assert "better nothing; worse nothing" in finding.found[2]
+
+
+def test_a_rate_is_credited_family_by_family_where_its_interval_leaves_one_out() -> None:
+    alike, higher = counted([2.0, 1.9, 2.2, 2.1]), counted([2.3, 2.2, 2.5, 2.4])
+    finding = learning_rates.evaluate({
+        "eagle1": ((4e-3, alike), (2e-3, higher)), "eagle3": ((2e-3, alike), (1e-3, alike)),
+        "dflash": ((5e-4, higher), (2.5e-4, alike))}, 512, 240, 4)
+    assert finding.found[0] == ("At width 512 a rate of 256 / 512 of the family's own is clearly better for eagle1, "
+                                "clearly worse for dflash.")
+    assert [row[0] for row in finding.table] == ["eagle1", "eagle3", "dflash"]
 
 
 def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_drafting() -> None:
@@ -144,9 +154,9 @@ def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_d
     assert [row[0] for row in finding.table] == ["eagle3", "eagle1", "dflash"]
     assert finding.found[0].startswith("Fastest served: eagle3 with 1.60x")
     assert finding.found[1] == "tau over three seeds: eagle3 2.40 (sd 0.000)."
-    alike = {name: families.carried(FAMILIES[name], 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
+    alike = {name: families.carried(name, 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
     assert 2.0 > alike["dflash"] > alike["eagle3"] > 1.0  # one pass for a block against one for each token
-    assert all(families.carried(FAMILIES["dflash"], 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
+    assert all(families.carried("dflash", 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
                for users in (64, 256))
 
 

@@ -78,7 +78,8 @@ class FamilyImplementation:
     """Default peak learning rate, measured on the quickstart target, whose width is `MEASURED_WIDTH`."""
 
     rate_falls: bool = True
-    """Whether that rate falls with the width of a wider target. Not for blocks, which no wider target has tried."""
+    """Whether that rate falls with the width of a wider target. False for drafters of blocks, whose rate was not
+    measured on one."""
 
     @property
     def row(self) -> DrafterFamily:
