@@ -115,7 +115,7 @@ def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray
                 "attention and sampling are not in the cost model, in which each token of a mixture draws its experts "
                 "on its own."),
         columns=("family", "speed-up", "tau", *suites, "tau, further seeds", "steps", *(
-            f"{larger}, {' / '.join(map(str, _USERS))} users" for larger in LARGER)),
+            f"{larger}, {' / '.join(map(str, _USERS))} at once" for larger in LARGER)),
         table=table, figure=lambda: figure(order, speeds), timed=True)
 
 
@@ -158,7 +158,7 @@ def _carried(runs: Mapping[str, Sequence[Sequence[Counted]]], moved: Mapping[tup
     orders = [", ".join(f"{name} {moved[name, larger, users]:.2f}" for name in sorted(
         runs, key=lambda name: -moved[name, larger, users])[:3]) for users in _USERS]
     return (f"With these taus, {larger} on H100 by the cost model: "
-            + "; ".join(f"{users} users: {text}" for users, text in zip(_USERS, orders, strict=True)) + ".")
+            + "; ".join(f"{users} at once: {text}" for users, text in zip(_USERS, orders, strict=True)) + ".")
 
 
 def figure(order: Sequence[str], speeds: Mapping[str, tuple[float, Interval]]) -> Figure:
