@@ -166,7 +166,7 @@ def figure(order: Sequence[str], speeds: Mapping[str, tuple[float, Interval]]) -
     drawn, (axes,) = new_figure(8.5, 4.6)
     ratios(axes, {name: speeds[name] for name in order})
     axes.set(xlabel="speed-up over the undrafted engine, one user")
-    title(drawn, f"{order[0]} serves fastest after equal time of training", "greedy; 95 % intervals over prompts")
+    title(drawn, "What each family is worth after equal time of training", "greedy; 95 % intervals over prompts")
     return drawn
 
 
