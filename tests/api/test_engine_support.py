@@ -15,6 +15,7 @@ from eyrie_api.planning.checks import (
     blocks_are_chains_within_their_length,
     check_divided,
     engine_can_compute,
+    vocabularies_fit,
 )
 from eyrie_api.planning.facts import Device, Facts, local_device
 from eyrie_api.planning.plan_work import TargetFacts
@@ -74,6 +75,37 @@ def test_what_sglang_cannot_do_on_a_device_is_refused_with_field_and_rule(
         engine_can_compute(submission(job_spec(engine="sglang", **changes), device, architecture))
     assert caught.value.hint
     engine_can_compute(submission(job_spec(engine="embedded", **changes), device, architecture))
+
+
+@pytest.mark.parametrize(("device", "family", "says"), [
+    ("cpu", "eagle3", "verification is 'block' and engine is 'sglang' on a CPU"),
+    ("gpu", "standalone", "whose drafts SGLang verifies by target"),
+])
+def test_drafts_that_are_drawn_are_refused_where_sglang_cannot_verify_them(
+        device: Device, family: str, says: str) -> None:
+    asked = {"target": {"model": "m", "dtype": "bfloat16"}, "tune": {"verifications": ["block"]}}
+    with pytest.raises(InvalidInput, match=says):
+        engine_can_compute(submission(job_spec(engine="sglang", drafter={"family": family}, **asked), device,
+                                      "LlamaForCausalLM"))
+    with pytest.raises(ValidationError, match="engine is 'embedded', whose draws are the same"):
+        job_spec(engine="embedded", **asked)
+
+
+def test_drafts_are_drawn_from_the_targets_whole_vocabulary_alone(tmp_path: Path) -> None:
+    target = target_directory(tmp_path / "target", vocab_size=6000)
+
+    def fits(**drafter: Any) -> None:
+        spec = job_spec(target={"model": str(target)}, engine="sglang", drafter=drafter,
+                        benchmark={"tree": {"num_steps": 3, "num_draft_tokens": 4, "verification": "rejection"}})
+        facts = Facts(local_device="gpu", target=target)
+        vocabularies_fit(Submission(resolve(spec, facts), facts, Settings()))
+
+    fits(draft_vocab_size=6000)
+    fits(family="eagle1")
+    for reduced in ({}, {"draft_vocab_size": 5000}):
+        with pytest.raises(InvalidInput, match=r"draft_vocab_size is \w+ .*drafts of the target's whole") as caught:
+            fits(**reduced)
+        assert "6000" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_dtype", "disable_radix_cache", "max_running_requests"])

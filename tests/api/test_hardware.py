@@ -11,7 +11,7 @@ from eyrie_api.contract.plan import Plan, StagePlan
 from eyrie_api.contract.stages import STAGES
 from eyrie_api.planning.hardware import ASSUMED, GPUS, Rates, gpu_rates, known_gpu
 from eyrie_api.planning.plan import make_plan
-from eyrie_api.planning.plan_stages import starts, tree_shapes
+from eyrie_api.planning.plan_stages import starts
 from eyrie_api.planning.plan_work import DataFacts, PlannedWork, TargetFacts
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec
@@ -99,7 +99,7 @@ def test_in_sglang_each_setting_and_checkpoint_is_a_start_and_an_engine_of_ours_
     sglang, ours = (planned(seeds_job(num_gpus=1, engine={"kind": kind}, **first), OLMO_32B)
                     for kind in ("sglang", "embedded"))
     named = next(one for one in sglang.assumptions if one.name.startswith("start"))
-    settings = len(tree_shapes(seeds_job().tune)) + len(seeds_job().tune.num_steps) * seeds_job().tune.ngram + 1
+    settings = len(seeds_job().tune.shapes) + len(seeds_job().tune.num_steps) * seeds_job().tune.ngram + 1
     # The server without a drafter is the first benchmark's; that which follows the load is the proof's.
     assert f"benchmark {2 + 1}, tune {seeds_job().tune.trials(settings) - 1}, prove 1" in named.source
     assert named.value == pytest.approx(60 + 2 * OLMO_32B.parameters / 2e9, abs=1)

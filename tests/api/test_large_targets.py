@@ -26,7 +26,6 @@ from eyrie_api.errors import GpuTooSmall, InvalidInput
 from eyrie_api.planning.facts import facts_of
 from eyrie_api.planning.hardware import fitting_sizes, undivided
 from eyrie_api.planning.plan import make_plan
-from eyrie_api.planning.plan_stages import tree_shapes
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.preflight import check, plan
 from eyrie_api.planning.resolve import derive
@@ -134,7 +133,7 @@ def test_the_hours_of_every_stage_of_six_targets_are_those_of_arithmetic_done_he
         in_turn + 1 if servers == 1 else 2 * in_turn)
     # The settings of the grid with n-gram look-up and off, a quarter of which are raced at three loads.
     spec = TuneSpec()
-    raced = math.floor((len(tree_shapes(spec)) + 7 + 1) / 4)
+    raced = math.floor((len(spec.shapes) + 7 + 1) / 4)
     race_s = min(600, raced * 3 * 8 * 2 * 256 / one_user)
     seconds["tune"] = race_s + suite_tokens / one_user + (raced - (servers == 1)) * server_s
     # One user: 64 requests in both variants, 3 x 12 of parity, 32 in both with another prompt. Loads of 8 and 32: six

@@ -22,7 +22,6 @@ from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan import make_plan, measured_rates
-from eyrie_api.planning.plan_stages import tree_shapes
 from eyrie_api.planning.plan_work import DataFacts, TargetFacts, expected_draft_vocabulary
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, target_directory
@@ -305,8 +304,8 @@ def test_the_largest_numbers_are_planned_and_not_a_crash() -> None:
 
 
 def test_impossible_tree_shapes_are_left_out_of_the_grid() -> None:
-    shapes = tree_shapes(TuneSpec(num_steps=(3, 7), top_k=(1, 2), num_draft_tokens=(6, 16)))
-    assert [shape.label() for shape in shapes] == ["3/1/4", "3/2/6", "7/1/8", "7/2/16"]
+    shapes = TuneSpec(num_steps=(3, 7), top_k=(1, 2), num_draft_tokens=(6, 16)).shapes
+    assert [shape.label() for shape in shapes] == ["3/1/4", "7/1/8", "3/2/6", "7/2/16"]
 
 
 def sources(**fields: Any) -> DataSpec:

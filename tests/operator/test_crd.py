@@ -176,14 +176,16 @@ def test_the_rules_for_draft_trees_are_the_models() -> None:
     for steps in (1, 2, 4):
         for top_k in (1, 2, 3):
             for nodes in range(2, 30):
-                values = {"num_steps": steps, "top_k": top_k, "num_draft_tokens": nodes}
-                assert all(holds(rule, values) for rule in rules) == accepts(DraftTreeShape, values), values
+                for verification in ("target", "block"):
+                    values = {"num_steps": steps, "top_k": top_k, "num_draft_tokens": nodes,
+                              "verification": verification}
+                    assert all(holds(rule, values) for rule in rules) == accepts(DraftTreeShape, values), values
 
 
-def holds(rule: str, values: dict[str, int]) -> bool:
+def holds(rule: str, values: dict[str, Any]) -> bool:
     """These rules are Python but for two operators."""
     for name, value in values.items():
-        rule = rule.replace(f"self.{name}", str(value))
+        rule = rule.replace(f"self.{name}", repr(value))
     return bool(eval(rule.replace("||", " or ")))
 
 

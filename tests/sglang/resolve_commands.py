@@ -31,7 +31,8 @@ REPORTED = (
     "max_running_requests", "context_length", "speculative_algorithm", "speculative_num_steps",
     "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_adaptive",
     "speculative_draft_model_quantization", "speculative_draft_window_size", "random_seed", "enable_lora", "api_key",
-    "attn_dp_size", "speculative_draft_attention_backend",
+    "attn_dp_size", "speculative_draft_attention_backend", "speculative_use_rejection_sampling",
+    "speculative_use_block_verification",
 )
 
 

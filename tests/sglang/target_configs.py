@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+VOCAB_SIZE = 256
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
 }
 _WINDOWS = ["sliding_attention", "full_attention"] * 4
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

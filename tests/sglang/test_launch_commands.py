@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import sglang_rounds
-from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
-from eyrie_api.contract.families import BLOCK_ALGORITHMS
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, VERIFICATIONS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.planning.sglang_attention import PROFILES, SglangHardware, profile
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
@@ -30,7 +30,7 @@ from eyrie_workers.sglang.launch import (
 )
 from tests.gpu.sizes import REAL
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
-from tests.sglang.target_configs import TARGETS, write_drafter, write_target
+from tests.sglang.target_configs import TARGETS, VOCAB_SIZE, write_drafter, write_target
 from tests.workers.engines.sglang.variants import comparison_commands
 
 RESOLVER = Path(__file__).with_name("resolve_commands.py")
@@ -63,6 +63,12 @@ FURTHER = EngineSpec.model_validate({"kind": "sglang", "sglang_arguments": {
     "chunked_prefill_size": 2048, "mem_fraction_static": 0.5, "disable_prefill_cuda_graph": True,
     "disable_decode_cuda_graph": True, "disable_overlap_schedule": True}})
 
+
+
+def chain(verification: Verification) -> Setting:
+    return Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6, verification=verification))
+
+
 KINDS = {"chain": (), "tree": (TREE, NGRAM), "ngram-tree": (NGRAM_TREE,)}
 PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size",
           "--mem-fraction-static": "mem_fraction_static", "--max-running-requests": "max_running_requests",
@@ -88,7 +94,7 @@ class Matrix:
         self.root = root
         self.targets = {name: write_target(root, name) for name in TARGETS}
         self.drafter = write_drafter(root)
-        self.others = {algorithm: write_drafter(root, f"drafter-{algorithm}", **changes)
+        self.others = {algorithm: write_drafter(root, f"drafter-{algorithm}", draft_vocab_size=VOCAB_SIZE, **changes)
                        for algorithm, changes in ALGORITHMS.items()}
         self.cases: list[dict[str, Any]] = []
 
@@ -145,6 +151,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             for setting in (CHAIN,) if algorithm in BLOCK_ALGORITHMS else (CHAIN, TREE):
                 found.add_variants(f"family {machine} {algorithm} {setting.label()}",
                                found.other(algorithm, machine, setting))
+            for verification in VERIFICATIONS[algorithm][1:] if machine != "cpu" else ():
+                found.add(f"verified {machine} {algorithm} {verification}",
+                          found.other(algorithm, machine, chain(verification)))
         further = replace(profile(machine), given_fraction=0.5)
         found.add_variants(f"further {machine}", replace(found.plan(machine, "llama"), engine=FURTHER, machine=further))
     add_features(found, root)
@@ -209,6 +218,10 @@ def rejected_commands(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, 
                               speculative_draft_model_path=blocks.drafter.directory if blocks.drafter else ""),
         "blocks tree": line(blocks, speculative_eagle_topk="4", speculative_num_steps="5",
                             speculative_num_draft_tokens="6"),
+        "standalone rejection": (standalone, (*launch_arguments(standalone), "--speculative-use-rejection-sampling")),
+        "rejection tree": (tree, (*launch_arguments(tree), "--speculative-use-rejection-sampling")),
+        "block on cpu": (found.plan("cpu", "llama"), (*launch_arguments(found.plan("cpu", "llama")),
+                                                      "--speculative-use-block-verification")),
     }
 
 
@@ -216,6 +229,8 @@ REJECTED_BY_SGLANG = {
     "trtllm_mha tree": "topk = 1", "intel_amx tree paged": "page_size > 1", "cpu recurrent paged": "extra_buffer",
     "aiter tree paged": "page_size > 1", "short drafter, long context": "context_length",
     "long context": "context_length", "blocks on cpu": "not supported",
+    "standalone rejection": "only supported for EAGLE", "rejection tree": "requires --speculative-eagle-topk=1",
+    "block on cpu": "only supports CUDA",
 }
 CHANGED_BY_SGLANG = {  # accepted, and something else is served
     "adaptive tree": ("speculative_adaptive", False), "standalone adaptive": ("speculative_adaptive", False),
@@ -300,6 +315,16 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
         else:
             assert (on["speculative_num_steps"], on["speculative_eagle_topk"]) == (
                 setting.tree.num_steps, setting.tree.top_k)
+
+
+@pytest.mark.parametrize("machine", [machine for machine in MACHINES if machine != "cpu"])
+def test_drafts_that_are_drawn_are_verified_as_asked_and_sglang_refuses_what_we_refuse(
+        machine: str, answers: dict[str, Any]) -> None:
+    for algorithm, verifications in VERIFICATIONS.items():
+        for verification in verifications[1:] if algorithm in ALGORITHMS else ():
+            found = resolved(answers, f"verified {machine} {algorithm} {verification}")
+            assert found["speculative_use_block_verification"] is (verification == "block")
+            assert found["speculative_use_rejection_sampling"] is (algorithm == "EAGLE")
 
 
 @pytest.mark.parametrize("machine", MACHINES)

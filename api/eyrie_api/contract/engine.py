@@ -12,6 +12,7 @@ SGLANG_PROGRAM = "EYRIE_SGLANG_PROGRAM"
 
 EngineKind = Literal["embedded", "sglang"]
 AttentionBackend = Literal["fa3", "flashinfer", "triton", "trtllm_mha", "aiter", "intel_amx"]
+Verification = Literal["target", "rejection", "block"]
 
 
 class SglangArguments(Frozen):
@@ -110,11 +111,21 @@ class DraftTreeShape(Frozen):
     """Use the same branching in every round, independent of the drafter's confidence (EAGLE-1); embedded engine
     only."""
 
+    verification: Verification = "target"
+    """How SGLang verifies drafts at temperatures above 0, without a change of the answers' distribution. `target`: the
+    drafter's most probable token is accepted with the target's probability. `rejection`: the drafter's tokens are drawn
+    too, and accepted with min(1, p/q) (arXiv:2211.17192). `block`: the same, decided for a whole draft
+    (arXiv:2403.10444). The last two need SGLang on a GPU and a chain; of EAGLE drafters, one whose draft vocabulary is
+    the target's. The embedded engine draws with noise that drafter and target share."""
+
     @model_validator(mode="after")
     def _possible(self) -> "DraftTreeShape":
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} does not fit a chain of num_steps "
                              f"{self.num_steps}: with top_k 1 it must be num_steps + 1 = {self.num_steps + 1}")
+        if self.verification != "target" and self.top_k > 1:
+            raise ValueError(f"verification {self.verification!r} is of chains, and top_k is {self.top_k}: set top_k "
+                             "to 1, or omit verification")
         most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
         if self.num_draft_tokens > most:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} is more than a tree of num_steps "
@@ -126,4 +137,5 @@ class DraftTreeShape(Frozen):
 
     def label(self) -> str:
         """`num_steps/top_k/num_draft_tokens`, as usual in the literature."""
-        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}" + ("/static" if self.static else "")
+        kind = "/static" if self.static else "" if self.verification == "target" else f"/{self.verification}"
+        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}{kind}"

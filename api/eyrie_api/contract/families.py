@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
+from eyrie_api.contract.engine import Verification
 from eyrie_api.contract.training import TrainSpec
 
 TargetStates = Literal["fused", "final", "none"]
@@ -31,9 +32,15 @@ TreeKind = Literal["chain", "static tree", "tree"]
 BLOCK_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("DFLASH", "DSPARK")
 """SGLang's algorithms for drafters of blocks: chains of a whole block, on GPUs alone."""
 
+VERIFICATIONS: dict[SGLangAlgorithm, tuple[Verification, ...]] = {
+    "EAGLE": ("target", "rejection", "block"), "EAGLE3": ("target", "rejection", "block"), "STANDALONE": ("target",),
+    "DFLASH": ("target",), "DSPARK": ("target", "block")}
+"""What SGLang 0.5.23 can verify the drafts of an algorithm with (`DraftTreeShape.verification`; its
+arg_groups/speculative_hook.py). DFLASH takes `block` too, which changes nothing: its proposals are not drawn."""
+
 _EAGLE3_VARIANTS = ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
 _DSPARK_VARIANTS = ("markov_head", "markov_rank")
-VARIANT_FIELDS = (*_EAGLE3_VARIANTS, *_DSPARK_VARIANTS)
+VARIANT_FIELDS = (*_EAGLE3_VARIANTS, *_DSPARK_VARIANTS, "causal_head")
 """Fields of `DrafterSpec` that select a variant of a family (`DrafterFamily.variant_fields`)."""
 
 
@@ -77,6 +84,7 @@ class DrafterSizes:
     intermediate_size: int | None
     num_layers: int | None
     markov_rank: int | None = None
+    causal_head: str | None = None
 
     @property
     def mlp_parameters(self) -> int:
@@ -194,11 +202,31 @@ def _dflash_parameters(sizes: DrafterSizes) -> int:
     # Fusion, and a few layers at the target's width.
     target, hidden = sizes.target, sizes.target.hidden_size
     layers = sizes.num_layers or max(1, min(5, target.num_layers // 6))
-    return sizes.num_aux_layers * hidden**2 + layers * (target.attention_parameters(hidden) + sizes.mlp_parameters)
+    return (sizes.num_aux_layers * hidden**2 + layers * (target.attention_parameters(hidden) + sizes.mlp_parameters)
+            + _causal_parameters(sizes))
+
+
+def domino_sizes(hidden_size: int) -> tuple[int, int]:
+    """Size of the GRU's state, and rank, of a Domino head: SpecForge's 1024 and 256 of a width of 4096, of a small
+    target less."""
+    return max(1, hidden_size // 4), max(1, min(256, hidden_size // 2))
+
+
+def _causal_parameters(sizes: DrafterSizes) -> int:
+    hidden, (state, rank) = sizes.target.hidden_size, domino_sizes(sizes.target.hidden_size)
+    if sizes.causal_head == "domino":
+        return (hidden + state) * (3 * state + rank) + rank * sizes.output_vocab_size
+    return (2 * sizes.output_vocab_size + hidden) * rank if sizes.causal_head == "selector" else 0
 
 
 def _output_matrix(sizes: DrafterSizes) -> int:
     return sizes.output_vocab_size * sizes.target.hidden_size
+
+
+def _dflash_drafting_weights(sizes: DrafterSizes, depth: int) -> int:
+    # The layers once; Domino's head for every token but the first; of a selector the rows of candidates, which are few.
+    reads = depth - 1 if sizes.causal_head == "domino" else 0
+    return _dflash_parameters(sizes) + _output_matrix(sizes) + (reads - 1) * _causal_parameters(sizes)
 
 
 def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
@@ -277,7 +305,8 @@ _ROWS = (
         architecture="DFlashDraftModel", read_architectures=("DFlash2DraftModel",), target_states="fused",
         whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
-        drafting_weights=lambda sizes, _depth: _dflash_parameters(sizes) + _output_matrix(sizes),
+        drafting_weights=_dflash_drafting_weights,
+        variant_fields=("causal_head",),
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
         drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
     DrafterFamily(

@@ -13,7 +13,7 @@ from eyrie_api.contract.benchmark import BenchmarkSpec, BroughtDrafter, RivalSpe
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.engine import EngineSpec
+from eyrie_api.contract.engine import EngineSpec, Verification
 from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS, Family, sglang_families
 from eyrie_api.contract.model import Frozen, Name
 from eyrie_api.contract.placement import JobPlacement
@@ -132,6 +132,10 @@ class JobSpec(Frozen):
         if self.engine.kind == "sglang" and self.benchmark.tree.static:
             raise ValueError("benchmark.tree.static is true, and engine 'sglang' supports dynamic trees only: set it "
                              "to false, or engine to 'embedded'")
+        if self.engine.kind == "embedded" and self.drawn_drafts:
+            raise ValueError(f"tune.verifications or benchmark.tree.verification is {self.drawn_drafts[0]!r}, and "
+                             "engine is 'embedded', whose draws are the same with any drafter: omit it, or set engine "
+                             "to 'sglang'")
         if self.sweep.shared_passes == "always" and self.placement.train_launcher == "trainjob":
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")
@@ -141,6 +145,12 @@ class JobSpec(Frozen):
     def trains(self) -> bool:
         """Whether the job trains its candidates; else they are `drafters`."""
         return not self.drafters
+
+    @property
+    def drawn_drafts(self) -> tuple[Verification, ...]:
+        """The verifications of drafts that are drawn from the drafter's distribution, as the job asks for them."""
+        asked = (*self.tune.verifications, self.benchmark.tree.verification)
+        return tuple(name for name in dict.fromkeys(asked) if name != "target")
 
     @property
     def trained_families(self) -> tuple[Family, ...]:

@@ -3,9 +3,9 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, Verification
 from eyrie_api.contract.model import Frozen, Interval, depends
 
 Method = Literal["drafter", "ngram", "off"]
@@ -22,6 +22,9 @@ class Setting(Frozen):
         if (self.tree is None) != (self.method == "off"):
             raise ValueError(f"setting {self.method!r} {'needs' if self.tree is None else 'takes no'} tree: "
                              "give num_steps, top_k and num_draft_tokens for drafter and ngram, nothing for off")
+        if self.method == "ngram" and self.tree is not None and self.tree.verification != "target":
+            raise ValueError(f"verification {self.tree.verification!r} needs a drafter's distribution, which n-gram "
+                             "look-up does not have: omit it")
         return self
 
     def label(self) -> str:
@@ -178,6 +181,9 @@ class TuneSpec(Frozen):
     num_draft_tokens: tuple[Annotated[int, Field(ge=2, le=512)], ...] = Field((4, 8, 16), min_length=1)
     """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are skipped."""
 
+    verifications: tuple[Verification, ...] = Field(("target",), min_length=1)
+    """For chains in SGLang on GPUs: how drafts are verified at temperatures above 0 (`benchmark.tree.verification`)."""
+
     ngram: bool = True
     """Also compare n-gram look-up, in chains of the same depths. Off is always compared."""
 
@@ -201,6 +207,21 @@ class TuneSpec(Frozen):
 
     repeats: int = Field(1, ge=1, le=100)
     """Upper bound of how often the race answers its prompts."""
+
+    @property
+    def shapes(self) -> tuple[DraftTreeShape, ...]:
+        """Every shape of the grid that can exist, once, chains first, then by depth, width and tokens."""
+        shapes: dict[DraftTreeShape, None] = {}
+        for top_k in sorted(self.top_k):
+            for num_steps in sorted(self.num_steps):
+                for num_tokens in (num_steps + 1,) if top_k == 1 else sorted(self.num_draft_tokens):
+                    for verification in self.verifications if top_k == 1 else ("target",):
+                        try:
+                            shapes[DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_tokens,
+                                                  verification=verification)] = None
+                        except ValidationError:
+                            continue
+        return tuple(shapes)
 
     def trials(self, num_settings: int) -> int:
         """How many of the settings may be measured at one concurrency: at least off, a leader and two rivals."""

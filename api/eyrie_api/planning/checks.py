@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from eyrie_api.contract.families import BLOCK_ALGORITHMS, FAMILIES
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, FAMILIES, VERIFICATIONS
 from eyrie_api.contract.placement import PlacementRequest, S3Work
 from eyrie_api.contract.targets import (
     ELEMENT_BYTES,
@@ -165,8 +165,16 @@ def engine_can_compute(submission: Submission) -> None:
                 f"{name}.temperatures has {above[0]:g} and engine is 'sglang' on a CPU, which verifies drafts greedily "
                 "only: drafted output at a temperature above 0 would not be the target's",
                 f"set {name}.temperatures to [0], or engine to 'embedded'")
+    if job.spec.drawn_drafts and device == "cpu":
+        raise InvalidInput(f"tune.verifications or benchmark.tree.verification is {job.spec.drawn_drafts[0]!r} and "
+                           "engine is 'sglang' on a CPU, which verifies greedily only", "omit both, or use GPUs")
     for family in job.families:
         algorithm = FAMILIES[family].sglang_algorithm
+        for name in job.spec.drawn_drafts:
+            if algorithm is not None and name not in VERIFICATIONS[algorithm]:
+                raise InvalidInput(f"verification {name!r} and drafters of family {family!r}, whose drafts SGLang "
+                                   f"verifies by {' or '.join(VERIFICATIONS[algorithm])}",
+                                   "omit it from tune.verifications and benchmark.tree, or train another family")
         if algorithm in BLOCK_ALGORITHMS and device == "cpu":
             raise InvalidInput(
                 f"drafters of family {family!r} and engine 'sglang' on a CPU: SGLang runs them on GPUs only",
@@ -337,7 +345,8 @@ def vocabularies_fit(submission: Submission) -> None:
     if facts is None:
         return
     # None: it follows from the answers.
-    stored = capture.draft_vocab_size or (facts.vocab_size if facts.vocab_size <= LEAST_DRAFT_VOCABULARY else None)
+    usual = facts.vocab_size if facts.vocab_size <= LEAST_DRAFT_VOCABULARY else None
+    stored = capture.draft_vocab_size or usual
     for candidate in submission.job.candidates:
         wanted = candidate.drafter.draft_vocab_size
         if capture.final_state == "topk" and wanted not in (None, stored):
@@ -345,6 +354,12 @@ def vocabularies_fit(submission: Submission) -> None:
                 f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
                 f"stores logits over {stored or 'as many'} draft tokens{'' if stored else ' as the answers need'}",
                 f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")
+        whole = (wanted or usual) == facts.vocab_size or FAMILIES[candidate.drafter.family].whole_vocabulary
+        if submission.job.spec.drawn_drafts and not whole:
+            raise InvalidInput(
+                f"drafter.draft_vocab_size is {wanted or 'omitted'} (candidate {candidate.name}), and verification "
+                f"{submission.job.spec.drawn_drafts[0]!r} (tune.verifications or benchmark.tree) needs drafts of the "
+                "target's whole vocabulary", f"set drafter.draft_vocab_size to {facts.vocab_size}")
         if wanted is not None and wanted > facts.vocab_size:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
                                      f"the target's vocabulary of {facts.vocab_size}",

@@ -17,11 +17,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from eyrie_api.artifacts.store_prices import StorePrices
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
-from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.load import fewest_requests
 from eyrie_api.contract.model import Interval
@@ -175,20 +172,7 @@ def longest_tune_hours(work: PlannedWork, rates: Rates) -> float:
 
 def _variants(tune: TuneSpec) -> int:
     """Settings that are measured at one concurrency, off among them."""
-    return tune.trials(len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
-
-
-def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
-    """The valid shapes of the grid: one chain per depth, and the trees whose depth and width allow that many nodes."""
-    shapes: list[DraftTreeShape] = []
-    for depth in tune.num_steps:
-        for width in tune.top_k:
-            for nodes in (depth + 1,) if width == 1 else tune.num_draft_tokens:
-                try:
-                    shapes.append(DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes))
-                except ValidationError:
-                    continue  # invalid shapes of the grid are skipped
-    return tuple(dict.fromkeys(shapes))
+    return tune.trials(len(tune.shapes) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
 
 
 def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:

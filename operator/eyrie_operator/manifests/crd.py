@@ -76,6 +76,7 @@ _RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
          "num_draft_tokens cannot hold one path of num_steps: give at least num_steps + 1"),
         ("self.num_draft_tokens <= 1 + self.top_k + (self.num_steps - 1) * self.top_k * self.top_k",
          "num_draft_tokens is more than such a tree can grow: at most 1 + top_k + (num_steps - 1) * top_k * top_k"),
+        ("self.top_k == 1 || self.verification == 'target'", "verification is of chains: set top_k to 1, or omit it"),
     ),
 }
 

@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.tuning import Setting, TuneSpec
+from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, TuneSpec
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.benchmark.reports import cell_report, rate
 from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample
 from eyrie_workers.measure.tuner.operating import (
+    adaptive,
     depth_against_width,
     draw,
     even_shares,
     possible_settings,
-    possible_shapes,
     with_block,
 )
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
@@ -39,11 +39,21 @@ def predicted(shape: DraftTreeShape, speedup: float, tau: float = 3.0) -> Predic
 
 
 def test_the_grid_holds_each_chain_once_and_only_possible_trees() -> None:
-    shapes = possible_shapes(TuneSpec())
+    shapes = TuneSpec().shapes
     assert [s.label() for s in shapes if s.top_k == 1] == [f"{depth}/1/{depth + 1}" for depth in range(1, 8)]
     assert len(set(shapes)) == len(shapes)
     assert "3/2/16" not in [s.label() for s in shapes]  # two wide and three deep grows eleven nodes
     assert "3/4/16" in [s.label() for s in shapes]
+
+
+def test_verifications_multiply_chains_alone_and_a_map_with_one_is_not_adaptive() -> None:
+    spec = TuneSpec(num_steps=(3,), top_k=(1, 2), num_draft_tokens=(6,), verifications=("target", "block"), ngram=False)
+    settings = possible_settings(spec)
+    assert [one.label() for one in settings] == ["off", "3/1/4", "3/1/4/block", "3/2/6"]
+    assert [one.label() for one in with_block(settings, 4)] == ["off", "3/1/4", "3/1/4/block"]
+    points = [OperatingPoint(concurrency=concurrency, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+              for concurrency, setting in ((1, settings[2]), (8, OFF))]
+    assert adaptive(points) is None
 
 
 def test_a_drafter_of_blocks_is_compared_in_chains_up_to_its_whole_block_with_off_and_n_grams() -> None:
@@ -60,7 +70,7 @@ def test_a_drafter_of_blocks_is_compared_in_chains_up_to_its_whole_block_with_of
     top_k=st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple),
     num_draft_tokens=st.lists(st.integers(2, 512), min_size=1, max_size=4).map(tuple)))
 def test_every_shape_of_any_grid_is_valid_and_every_valid_product_is_in_it(spec: TuneSpec) -> None:
-    shapes = set(possible_shapes(spec))
+    shapes = set(spec.shapes)
     for shape in shapes:
         assert DraftTreeShape.model_validate(shape.model_dump()) == shape
         assert shape.num_steps in spec.num_steps

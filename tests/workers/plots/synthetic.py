@@ -16,7 +16,7 @@ from eyrie_api.contract.reports import (
 )
 from eyrie_api.contract.tuning import OFF, NeededTau, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_api.planning.needed_tau import needed_tau
-from eyrie_workers.measure.tuner.operating import compile_map, possible_settings, possible_shapes
+from eyrie_workers.measure.tuner.operating import compile_map, possible_settings
 
 DIGEST = digest_bytes(b"synthetic")
 WHEN = "2026-01-01T00:00:00+00:00"
@@ -58,7 +58,7 @@ def benchmark_report(checkpoint: str, skill: float, shape: DraftTreeShape = CHAI
 
 def tune_report() -> TuneReport:
     cells = []
-    for shape in possible_shapes(TuneSpec()):
+    for shape in TuneSpec().shapes:
         speeds = {str(t): speed_of(shape, a) for t, a in ((0.0, 0.88), (1.0, 0.75))}
         mean = sum(speeds.values()) / 2
         cells.append(TuneCell(

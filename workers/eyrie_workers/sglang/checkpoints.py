@@ -53,6 +53,12 @@ class DrafterCheckpoint:
     block_size: int | None = None
     """For a drafter of blocks: the tokens that are verified, the last accepted one and a whole block of proposals."""
 
+    whole_vocabulary: bool = True
+    """Whether it can propose every token of the target."""
+
+    bfloat16_only: bool = False
+    """Whether SGLang computes it in bfloat16 alone: a Domino head."""
+
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
     """Read a target's `config.json`. Raises Unlaunchable naming the missing field."""
@@ -96,7 +102,9 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
     return DrafterCheckpoint(
         directory=directory, context_length=_UNLIMITED if unlimited else context_length(config, directory),
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm,
-        block_size=block_size + (algorithm == "DSPARK") if isinstance(block_size, int) else None)
+        block_size=block_size + (algorithm == "DSPARK") if isinstance(block_size, int) else None,
+        whole_vocabulary=config.get("draft_vocab_size") in (None, config.get("vocab_size")),
+        bfloat16_only=isinstance(blocks, Mapping) and blocks.get("projector_type") == "domino")
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:

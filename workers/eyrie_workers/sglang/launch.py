@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eyrie_api.contract.engine import AttentionBackend, EngineSpec
-from eyrie_api.contract.families import BLOCK_ALGORITHMS, SGLangAlgorithm, sglang_families
+from eyrie_api.contract.engine import AttentionBackend, EngineSpec, Verification
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, VERIFICATIONS, SGLangAlgorithm, sglang_families
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
 from eyrie_api.planning import sglang_attention
@@ -51,6 +51,9 @@ ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
 _BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "triton")
 """Attention backends that support drafters of blocks. With any other backend for the target SGLang selects one of these
 for the drafter and only logs it."""
+
+_VERIFICATION_FLAGS: dict[Verification, str] = {
+    "rejection": "--speculative-use-rejection-sampling", "block": "--speculative-use-block-verification"}
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
     elif tree is not None:
         line += ["--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
                  "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
+    if slots is None and tree is not None and tree.verification in _VERIFICATION_FLAGS:
+        line += [_VERIFICATION_FLAGS[tree.verification]]
     if plan.target.quantised and drafter.quantised is None:
         line += ["--speculative-draft-model-quantization", "unquant"]  # the default is the target's quantisation
     if drafter.sliding_window is not None:
@@ -302,11 +307,25 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
     if drafter.sliding_window is not None and algorithm != "EAGLE3":
         raise Unlaunchable(f"the drafter has a sliding window, which SGLang does not apply as trained with {algorithm}",
                            "train it without drafter.sliding_window")
+    tree = None if adaptive else plan.setting.tree
+    if tree is not None and tree.verification != "target":
+        if tree.verification not in VERIFICATIONS[algorithm]:
+            raise Unlaunchable(f"SGLang does not verify drafts of {algorithm} by {tree.verification!r}",
+                               f"set verification to {' or '.join(VERIFICATIONS[algorithm])}")
+        if plan.machine.platform == "cpu":
+            raise Unlaunchable(f"verification {tree.verification!r} does not run on cpu, where SGLang verifies "
+                               "greedily", "serve on a GPU, or leave verification out")
+        if not drafter.whole_vocabulary:
+            raise Unlaunchable(f"verification {tree.verification!r} needs the drafter's distribution over the target's "
+                               f"vocabulary, and the drafter in {drafter.directory} has a smaller one",
+                               "train with drafter.draft_vocab_size of the target's vocabulary")
     if algorithm in BLOCK_ALGORITHMS:
-        tree = plan.setting.tree
         if plan.machine.platform == "cpu":
             raise Unlaunchable(f"{algorithm} does not run on cpu", "serve it on a GPU, or with the embedded engine")
         require_block_capture(plan.target.architecture)
+        if drafter.bfloat16_only and plan.dtype != "bfloat16":
+            raise Unlaunchable(f"SGLang computes a Domino head in bfloat16 alone, and dtype is {plan.dtype}",
+                               "set target.dtype to bfloat16")
         if tree is not None and tree.top_k > 1:
             raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
                                "use top_k 1, or serve the tree with the embedded engine")

@@ -13,8 +13,9 @@ is aborted by closing its connection. SGLang counts all draft tokens accepted in
 those behind its end.
 
 SGLang draws its own noise at temperature > 0, so sampled answers of two variants differ although their distributions
-are equal; greedy answers are compared token by token. On a CPU, SGLang 0.5.23 verifies drafts greedily whatever the
-temperature (`_verify_uses_greedy`), so sampled requests with a drafter are refused there.
+are equal; greedy answers are compared token by token. On a CPU, and on AMD GPUs without rejection sampling, SGLang
+0.5.23 verifies drafts greedily whatever the temperature (`_verify_uses_greedy`), so sampled requests with a drafter are
+refused there.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ import aiohttp
 from eyrie_api.contract.reports import EngineUsed
 from eyrie_api.contract.tuning import Setting
 from eyrie_api.errors import EyrieError
+from eyrie_api.planning.sglang_attention import Platform
 from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.sglang.local_hardware import detect_hardware
@@ -39,6 +41,8 @@ from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
 GREEDY_ONLY = "SGLang's CPU backend verifies drafts greedily whatever the temperature"
+_GREEDY_ON_ROCM = ("SGLang verifies drafts greedily on AMD GPUs, whatever the temperature, unless benchmark.tree and "
+                   "tune.verifications name 'rejection'")
 _CONNECT_TIMEOUT_S = 30.0
 _SILENCE_TIMEOUT_S = 600.0
 """Between two chunks of a stream: the prefill of a long prompt behind others takes long on a CPU."""
@@ -46,6 +50,15 @@ _SILENCE_TIMEOUT_S = 600.0
 _WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 _LINE_BYTES = 8 * 2**20
 """Longest line of a stream: cumulative token ids of a long answer."""
+
+
+def verified_greedily(platform: Platform, setting: Setting) -> str | None:
+    """Why SGLang's answers with this setting are greedy whatever the temperature; None where they are not."""
+    if setting.tree is None:
+        return None
+    if platform == "rocm" and setting.tree.verification == "target":
+        return _GREEDY_ON_ROCM
+    return GREEDY_ONLY if platform == "cpu" else None
 
 
 def request_body(request: Request, context_length: int) -> dict[str, Any]:
@@ -171,20 +184,20 @@ class SglangEngine:
         self._plan, self._stage, self._history = plan, stage, history
         self._asked = False
         self._warm: dict[str, SglangServer] = {}
-        self._on_cpu = (plan.machine or detect_hardware()).platform == "cpu"
+        self._platform = (plan.machine or detect_hardware()).platform
         self._context_length = shared_context_length(plan, possible)
         self._pool = ServerPool(plan, possible, directory, stage, history)
 
     def describe(self) -> EngineUsed:
         limits = (f"{GREEDY_ONLY}: that drafting keeps the distribution of sampled answers was not shown in this "
-                  "engine on this machine",) if self._on_cpu else (
+                  "engine on this machine",) if self._platform == "cpu" else (
                   "SGLang's noise is not keyed by position: sampled answers of two variants were not compared",)
         machine = self._plan.machine or detect_hardware()
         return EngineUsed(kind="sglang", version=self._history.version or "unknown", dtype=self._plan.target.dtype,
                           device=machine.name, limits=limits, restarts=self.restarts, starts=self._history.starts)
 
     def refusal(self, setting: Setting, temperature: float) -> str | None:
-        return GREEDY_ONLY if self._on_cpu and temperature > 0.0 and setting.tree is not None else None
+        return None if temperature == 0.0 else verified_greedily(self._platform, setting)
 
     @property
     def num_resident(self) -> int:

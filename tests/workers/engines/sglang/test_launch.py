@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
-from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.families import FAMILIES, VERIFICATIONS, SGLangAlgorithm
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.hardware import static_fraction
@@ -33,6 +33,7 @@ from eyrie_workers.sglang.launch import (
     launch_environment,
     shared_args,
 )
+from eyrie_workers.sglang.managed_engine import verified_greedily
 from eyrie_workers.sglang.profiles import captured_batches
 from tests.workers.engines.sglang.variants import comparison_commands, without_speculation
 
@@ -368,6 +369,46 @@ def test_a_drafter_is_launched_with_its_own_algorithm_and_the_shape_asked_for(al
     line = launch_arguments(drafted(algorithm, setting))
     assert value(line, "--speculative-algorithm") == algorithm
     assert value(line, "--speculative-eagle-topk") == str(setting.tree.top_k if setting.tree else 0)
+
+
+def chain(verification: Verification) -> Setting:
+    return Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6, verification=verification))
+
+
+@pytest.mark.parametrize("algorithm", list(VERIFICATIONS))
+def test_drafts_are_verified_as_asked_where_sglang_can_and_refused_elsewhere(algorithm: SGLangAlgorithm) -> None:
+    flags = {"rejection": "--speculative-use-rejection-sampling", "block": "--speculative-use-block-verification"}
+    usual = launch_arguments(drafted(algorithm))
+    assert not set(flags.values()) & set(usual)
+    for verification, flag in flags.items():
+        asked = drafted(algorithm, chain(verification))
+        if verification in VERIFICATIONS[algorithm]:
+            assert [one for one in launch_arguments(asked) if one not in usual] == [flag]
+            with pytest.raises(Unlaunchable, match="cpu"):
+                launch_arguments(replace(asked, machine=profile("cpu")))
+            reduced = replace(asked.drafter or pytest.fail("no drafter"), whole_vocabulary=False)
+            with pytest.raises(Unlaunchable, match="vocabulary"):
+                launch_arguments(replace(asked, drafter=reduced))
+        else:
+            with pytest.raises(Unlaunchable, match=f"does not verify drafts of {algorithm} by '{verification}'"):
+                launch_arguments(asked)
+
+
+@pytest.mark.parametrize(("config", "whole"), [({}, True), ({"draft_vocab_size": 512}, True),
+                                               ({"draft_vocab_size": 128}, False)])
+def test_whether_a_drafter_can_propose_every_token_is_read_from_its_config(config: dict[str, int], whole: bool) -> None:
+    assert read_drafter("/drafters/d", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512,
+                                        "max_position_embeddings": 64} | config).whole_vocabulary is whole
+
+
+def test_answers_that_sglang_gives_greedily_whatever_the_temperature_are_known_by_platform() -> None:
+    for setting in (CHAIN, TREE, NGRAM):
+        assert verified_greedily("cuda", setting) is None
+        assert "AMD GPUs" in str(verified_greedily("rocm", setting))
+        assert "CPU" in str(verified_greedily("cpu", setting))
+    assert verified_greedily("rocm", chain("rejection")) is None
+    assert verified_greedily("rocm", OFF) is None
+    assert verified_greedily("cpu", OFF) is None
 
 
 def test_a_block_of_dspark_is_named_without_the_accepted_token() -> None:

@@ -17,7 +17,7 @@ only; for any other map a server keeps one setting, that of the expected load.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import FINAL_TIMES, OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
@@ -29,25 +29,11 @@ from eyrie_workers.measure.tuner.race import TIE
 _TELLING_SHARE = 0.03
 
 
-def possible_shapes(spec: TuneSpec) -> tuple[DraftTreeShape, ...]:
-    """Every shape of the grid that can exist, once, chains first, then by depth, width and tokens."""
-    shapes: dict[DraftTreeShape, None] = {}
-    for top_k in sorted(spec.top_k):
-        for num_steps in sorted(spec.num_steps):
-            for num_tokens in (num_steps + 1,) if top_k == 1 else sorted(spec.num_draft_tokens):
-                try:
-                    shape = DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_tokens)
-                except ValidationError:
-                    continue
-                shapes[shape] = None
-    return tuple(shapes)
-
-
 def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
     """All settings compared: off, the drafter in every shape, and n-gram lookup in chains of the same depths."""
     chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1)
               for depth in sorted(set(spec.num_steps))]
-    return (OFF, *(Setting(tree=shape) for shape in possible_shapes(spec)),
+    return (OFF, *(Setting(tree=shape) for shape in spec.shapes),
             *(Setting(method="ngram", tree=chain) for chain in chains if spec.ngram))
 
 
@@ -56,8 +42,9 @@ def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, .
     the whole block and of its first tokens."""
     trees = [setting.tree for setting in settings if setting.method == "drafter" and setting.tree is not None]
     shorter = {tree.num_steps for tree in trees if tree.num_steps < block_size}
-    chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1)
-              for depth in sorted({*shorter, block_size - 1})]
+    chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1, verification=verification)
+              for depth in sorted({*shorter, block_size - 1})
+              for verification in dict.fromkeys(tree.verification for tree in trees)]
     return (OFF, *(Setting(tree=chain) for chain in chains),
             *(setting for setting in settings if setting.method == "ngram"))
 
@@ -176,8 +163,8 @@ def compile_map(points: Sequence[OperatingPoint], trials: Sequence[Trial], secon
 def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
     """SGLang's adaptive-speculation JSON; None where SGLang cannot follow the map, or the map has one setting."""
     settings = [point.setting for point in points]
-    chains = all(setting == OFF or (setting.method == "drafter" and setting.tree and setting.tree.top_k == 1)
-                 for setting in settings)
+    chains = all(setting == OFF or (setting.method == "drafter" and setting.tree and setting.tree.top_k == 1
+                                    and setting.tree.verification == "target") for setting in settings)
     if not chains or len(set(settings)) == 1:
         return None
     slots: dict[str, JsonValue] = {}
