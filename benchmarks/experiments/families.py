@@ -49,16 +49,18 @@ CLAIM = ("DSpark accepts 27 to 31 % more than EAGLE-3 and 16 to 18 % more than D
 LARGER = {"8B": (LLAMA_8B, 1, 2.0), "32B": (OLMO_32B, 2, 2.0), "235B mixture": (served_by_sglang(QWEN_235B), 4, 1.0)}
 """Targets, their GPUs, and bytes of a weight."""
 
+DRAFTERS = {name: DrafterSpec(family=name) for name, row in FAMILIES.items() if not row.of_target} | {
+    f"dflash, {head}": DrafterSpec(family="dflash", causal_head=head) for head in ("domino", "selector")}
 _USERS = (1, 64)
 _BEST, _MORE_SEEDS = 4, (1, 2)
 
 
-def carried(family: str, tau_here: float, depth: int, target: TargetFacts, num_gpus: int, weight_bytes: float,
+def carried(drafter: DrafterSpec, tau_here: float, depth: int, target: TargetFacts, num_gpus: int, weight_bytes: float,
             users: int) -> float:
     """Speed-up of a chain with this tau, by the cost model. Pure."""
     (candidate,) = expand(JobSpec(
         target=TargetSpec(model=target.source), data=DataSpec(sources=(DataSource(path="any"),)),
-        drafter=DrafterSpec(family=family), train=TrainSpec(ttt_length=depth)))
+        drafter=drafter, train=TrainSpec(ttt_length=depth)))
     weights = target.trained_drafter(candidate).drafting_weights(depth)
     rates = gpu_rates(ASSUMED, "expected", num_gpus=num_gpus, tp_size=num_gpus, batch=users, weight_bytes=weight_bytes,
                       active_share=target.active_parameters / target.parameters)
@@ -72,11 +74,11 @@ def measure(workspace: Workspace) -> ExperimentResult:
     depth = min(workspace.job.train.ttt_length, 5)
     chain = DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1)
 
-    def trained(family: str, seed: int) -> Trained:
-        return workspace.train(store, family=family, seed=seed, checkpoints=1,
+    def trained(name: str, seed: int) -> Trained:
+        return workspace.train(store, family=DRAFTERS[name].family, drafter=DRAFTERS[name], seed=seed, checkpoints=1,
                                settings={"max_steps": None, "max_seconds": seconds})
 
-    first = {name: trained(name, 0) for name, row in FAMILIES.items() if not row.of_target}
+    first = {name: trained(name, 0) for name in DRAFTERS}
     rungs = [Rung(name, name, of.last, of.report.checkpoints[-1]) for name, of in first.items()]
     fields = fields_of(time_all(workspace, rungs, chain), list(first), 0.0)
     runs: dict[str, list[Sequence[Counted]]] = {name: [workspace.decode(of.last, chain)] for name, of in first.items()}
@@ -97,7 +99,7 @@ def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray
     speeds = dict(zip(runs, with_intervals(fields), strict=True))
     order = sorted(runs, key=lambda name: -speeds[name][0])
     suites = list(dict.fromkeys(of.suite for of in runs[order[0]][0]))
-    moved = {(name, larger, users): carried(name, tau(runs[name][0]), depth, *LARGER[larger], users=users)
+    moved = {(name, larger, users): carried(DRAFTERS[name], tau(runs[name][0]), depth, *LARGER[larger], users=users)
              for name in runs for larger in LARGER for users in _USERS}
     table = [[name, f"{speeds[name][0]:.2f} ({speeds[name][1].low:.2f}-{speeds[name][1].high:.2f})", _tau(runs[name]),
               *(f"{tau([of for of in runs[name][0] if of.suite == suite]):.2f}" for suite in suites),

@@ -3,9 +3,9 @@
 SGLang 0.5.23 refuses DFLASH and DSPARK on a CPU, and launch lines of ours with it; so the line is the tests' own, and
 `environment/stand_in/block_workers.py` lets the workers in. Of a round, SGLang's are: the class that loads the
 checkpoint, the features it makes of the target's layers, their keys and values in its cache, the block's forward, the
-proposals (greedy over the target's head; Markov head; DFlash2's convolutions and selector), the target's verification,
-acceptance, the commit of the accepted positions' features, and the scheduler around them. Stood in for are attention
-and the tables of slots (`sgl_kernel`), and what `block_workers` names.
+proposals (greedy over the target's head; Markov head; Domino's rollout; DFlash2's convolutions and selector), the
+target's verification, acceptance, the commit of the accepted positions' features, and the scheduler around them. Stood
+in for are attention and the tables of slots (`sgl_kernel`), and what `block_workers` names.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.sglang.trained_drafter import BLOCK, trained_drafter
 CHAIN = DraftTreeShape(num_steps=BLOCK, top_k=1, num_draft_tokens=BLOCK + 1)
 
 
-@pytest.mark.parametrize("family", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
+@pytest.mark.parametrize("family", [pytest.param("dflash", marks=pytest.mark.slow), "dspark", "domino", "selector"])
 def test_a_block_is_drafted_and_verified_as_in_the_reference_engine(
         family: str, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter = trained_drafter(family)
@@ -37,12 +37,13 @@ def test_a_block_is_drafted_and_verified_as_in_the_reference_engine(
         assert_same_rounds(parity(family, plain, drafted, drafter, CHAIN, prompts, in_flight=4))
 
 
+@pytest.mark.parametrize(("family", "size"), [("dspark", ("--speculative-dspark-block-size", "2")),
+                                              ("domino", ("--speculative-dflash-block-size", "3"))])
 def test_a_block_shorter_than_the_trained_one_is_drafted_as_in_the_reference_engine(
-        plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
-    drafter, shorter = trained_drafter("dspark"), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-    line = flags(*drafting(drafter, shorter), "--speculative-dspark-block-size", "2")
-    with serving(line, tmp_path) as drafted:
-        assert_same_rounds(parity("dspark", plain, drafted, drafter, shorter, prompts))
+        family: str, size: tuple[str, str], plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
+    drafter, shorter = trained_drafter(family), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+    with serving(flags(*drafting(drafter, shorter), *size), tmp_path) as drafted:
+        assert_same_rounds(parity(family, plain, drafted, drafter, shorter, prompts))
 
 
 def test_a_selector_and_convolutions_propose_what_they_do_in_the_reference_engine(

@@ -41,6 +41,10 @@ _RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
                    TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
     "dflash": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK),
                TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "domino": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK, causal_head="domino"),
+               TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "selector": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK, causal_head="selector"),
+                 TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
     "dspark": (DrafterSpec(family="dspark", max_draft_tokens=BLOCK, markov_head="gated"),
                TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
 }
@@ -77,8 +81,9 @@ def _answer(home: Path) -> None:
         data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=480),
         regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
         exclude_prompts=tuple(f"quickstart:{name}" for name in SUITES)))
+    families = tuple(dict.fromkeys(drafter.family for drafter, _ in _RECIPES.values()))
     _run(home / "capture", CaptureStage(job_id="sglang-tests", target=_TARGET, capture=CaptureSpec(),
-                                        rows_dir=str(home / "regenerate"), families=tuple(_RECIPES)))
+                                        rows_dir=str(home / "regenerate"), families=families))
 
 
 def _train(home: Path, family: str) -> None:

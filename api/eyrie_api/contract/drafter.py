@@ -81,6 +81,11 @@ class DrafterSpec(Frozen):
     markov_rank: int | None = Field(None, ge=1, le=4096)
     """Width of that row. Default: 256, of a small target half its width."""
 
+    causal_head: Literal["domino", "selector"] | None = None
+    """What of `dflash` reads the drafted tokens of a block, so that later ones agree with earlier ones (experimental):
+    `domino`, a GRU and a correction of low rank; `selector`, DFlash2's choice among the likeliest tokens of each
+    position. Default: nothing, each is a marginal."""
+
     @property
     def head(self) -> PublishedDrafter | None:
         """The drafter that training continues from."""

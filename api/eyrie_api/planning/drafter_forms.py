@@ -29,7 +29,15 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning import drafter_rules, eagle3_rules
-from eyrie_api.planning.drafter_rules import DFLASH2, LAYER_IDS, Finding, Header, Target, foreign_architecture
+from eyrie_api.planning.drafter_rules import (
+    DFLASH2,
+    DOMINO_KEYS,
+    LAYER_IDS,
+    Finding,
+    Header,
+    Target,
+    foreign_architecture,
+)
 from eyrie_api.planning.eagle3_rules import MAPS, canonical_name, joins_one_state, nested
 from eyrie_api.planning.sglang_support import captured_inputs, holds_mtp_layers, sglang_layer_ids
 from eyrie_api.planning.target_config import DEFAULT_ROPE_THETA
@@ -101,6 +109,9 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
     if _is_dspark(config):
         converted = _dspark(config, num_layers)
         return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
+    if names == ["DominoDraftModel"]:  # SpecForge's class of it
+        config, names = {**config, "architectures": _DFLASH, "dflash_config": {
+            "projector_type": "domino", **_block_section(config)}}, _DFLASH
     if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
         return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
     family = next((row.name for row in FAMILIES.values()
@@ -230,6 +241,7 @@ def _from_speculators_eagle1(source: Mapping[str, Any], layer: Mapping[str, Any]
     return Form("eagle1", ours.config, name_of)
 
 
+_DFLASH = [FAMILIES["dflash"].architecture]
 _IS_DFLASH2 = ("projector_type", "dflash2")  # Model Optimizer's
 _DFLASH2 = [[DFLASH2], ["DFlash2BeamDraftModel"], ["MiniMaxDFlash2DraftModel"]]  # one class in SGLang
 _NEUTRAL = {"causal": False, "use_swa": False, "attention_sink_bias": False, "projector_type": "dflash"}
@@ -250,6 +262,8 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
                         ("target_layer_ids", _spread_layers(config.get("num_hidden_layers"), num_layers))):
         value = settings.get(key, config.get(key))
         settings[key] = absent if value is None else value
+    if settings.get("projector_type") == "domino":  # SGLang reads its sizes from either place
+        settings |= {key: config[key] for key in DOMINO_KEYS if key in config and key not in settings}
     if settings["mask_token_id"] is None and settings.get("mask_token") is not None:
         raise InvalidInput(f"dflash_config names its mask {settings['mask_token']!r} and not its id",
                            "write dflash_config.mask_token_id, the token's id in the target's vocabulary")
@@ -334,6 +348,10 @@ def own_settings(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
             settings["aux_layers"] = tuple(layer + 1 for layer in config["dflash_config"]["target_layer_ids"])
         if family == "dspark":
             settings |= {"markov_head": config["markov_head_type"], "markov_rank": config["markov_rank"]}
+        if family == "dflash":
+            own = config["dflash_config"]
+            settings["causal_head"] = ("domino" if "gru_hidden_dim" in own else
+                                       "selector" if "selector_rank" in own else None)
         return settings
     shape = eagle3_rules.shape_of(config)
     return settings | {
@@ -351,9 +369,9 @@ def require_agreement(spec: DrafterSpec, family: str, config: Mapping[str, Any])
     if family != spec.family:
         raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is of family {family!r}, and drafter.family is "
                            f"{spec.family!r}", f"set drafter.family to {family!r}")
-    if config.get("architectures") == [DFLASH2]:
-        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is a DFlash2 drafter, whose selector Eyrie does not train",
-                           f"name it in rivals, or train without {INIT_FROM}")
+    if config.get("architectures") == [DFLASH2] and config["dflash_config"].get("conv_kernel_size"):
+        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is a DFlash2 drafter, whose convolutions Eyrie does not "
+                           "train", f"name it in rivals, or train without {INIT_FROM}")
     for field, own in own_settings(family, config).items():
         wanted = getattr(spec, field)
         if wanted not in (None, False) and wanted != own:

@@ -128,11 +128,7 @@ def foreign_architecture(config: Mapping[str, Any]) -> tuple[str, str] | None:
     own = own if isinstance(own, Mapping) else {}
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if name == FAMILIES["dflash"].architecture:
-        projector = str(own.get("projector_type"))
-        if projector == "domino":
-            return ("it is a Domino drafter, whose recurrent head Eyrie does not compute",
-                    "serve it by hand in SGLang with --speculative-algorithm DFLASH")
-        name = _PROJECTORS.get(projector, name)
+        name = _PROJECTORS.get(str(own.get("projector_type")), name)
     if name not in _SERVED_BY:
         return None
     what, algorithm = _SERVED_BY[name]
@@ -205,6 +201,11 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
         if fault := _selector_fault(own, config["hidden_size"], config["vocab_size"]):
             yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
             return
+    if own.get("projector_type") == "domino":
+        known |= {"projector_type", *DOMINO_KEYS}
+        if fault := _domino_fault(own):
+            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
+            return
     if set(own) != known:
         yield error("contract", f"dflash_config has {sorted(own)}, not {sorted(known)}",
                     "serve other variants in SGLang")
@@ -223,6 +224,20 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
             ids != sorted(set(ids))):
         yield error("contract", f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to "
                     f"{depth - 2}", again)
+
+
+DOMINO_KEYS = ("pure_draft_prefix_len", "shift_label", "gru_hidden_dim", "emb_dim")
+
+
+def _domino_fault(own: Mapping[str, Any]) -> str | None:
+    """The first fault of what Domino adds to `dflash_config`; SGLang 0.5.23 has the same rules."""
+    if own.get("pure_draft_prefix_len") != 1 or not isinstance(own.get("shift_label"), bool):
+        return (f"pure_draft_prefix_len is {own.get('pure_draft_prefix_len')!r} and shift_label "
+                f"{own.get('shift_label')!r}, not 1 and true or false")
+    if not (_whole(own.get("gru_hidden_dim"), 1, None) and _whole(own.get("emb_dim"), 1, None)):
+        return (f"gru_hidden_dim is {own.get('gru_hidden_dim')!r} and emb_dim {own.get('emb_dim')!r}, not positive "
+                "whole numbers")
+    return None
 
 
 _SELECTOR_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
@@ -317,8 +332,13 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
         own |= {f"{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
         own["input_proj.weight"] = (hidden, 2 * hidden)
         return {MTP_LAYER + name: shape for name, shape in own.items()}
-    num_aux = len(config["dflash_config"]["target_layer_ids"])
+    own = config["dflash_config"]
+    num_aux = len(own["target_layer_ids"])
     layers |= _dflash2_tensors(config, sizes)
+    if "gru_hidden_dim" in own:
+        state, rank = own["gru_hidden_dim"], own["emb_dim"]
+        layers |= {"prefix_gru.weight_ih_l0": (3 * state, hidden), "prefix_gru.weight_hh_l0": (3 * state, state),
+                   "embed_proj.0.weight": (rank, hidden + state), "embed_proj.2.weight": (config["vocab_size"], rank)}
     if family == "dspark":
         layers |= _markov_tensors(config["markov_head_type"], config["markov_rank"], config["vocab_size"], hidden)
         if config.get("enable_confidence_head"):

@@ -183,7 +183,7 @@ class TargetFacts(DecoderSizes):
             num_aux_layers=len(drafter.aux_layers or aux_layers) or DEFAULT_AUX_LAYERS,
             max_draft_tokens=drafter.max_draft_tokens or candidate.train.ttt_length, hidden_size=drafter.hidden_size,
             intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers,
-            markov_rank=drafter.markov_rank),
+            markov_rank=drafter.markov_rank, causal_head=drafter.causal_head),
             self.vocab_size, self.tie_word_embeddings)
 
 

@@ -209,6 +209,16 @@ def dflash2() -> Published:
                          f"{name}hidden_projection.weight": (4, HIDDEN)}, torch.bfloat16))
 
 
+def domino() -> Published:
+    """SpecForge's Domino: DFlash with a GRU over the drafted tokens; the rank at the top level, too."""
+    plain, own = dflash(), {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True,
+                            "gru_hidden_dim": 6, "emb_dim": 4}
+    return Published(plain.config | {"emb_dim": 4, "dflash_config": plain.config["dflash_config"] | own},
+                     plain.tensors | _random({
+                         "prefix_gru.weight_ih_l0": (18, HIDDEN), "prefix_gru.weight_hh_l0": (18, 6),
+                         "embed_proj.0.weight": (4, HIDDEN + 6), "embed_proj.2.weight": (VOCAB, 4)}, torch.bfloat16))
+
+
 def dspark() -> Published:
     """SpecForge's DSpark: DFlash with a Markov head."""
     plain = dflash()
@@ -236,20 +246,21 @@ def dspark_of_model_optimizer() -> Published:
     return Published(dspark().config | {"architectures": ["DFlashDraftModel"]}, dspark().tensors)
 
 
+def _changed(program: Callable[[], Published], **keys: Any) -> Callable[[], Published]:
+    return lambda: Published(program().config | keys, program().tensors, program().pickled)
+
+
 READ: dict[str, tuple[Callable[[], Published], str]] = {
     "EAGLE-1": (eagle_1, "eagle1"), "EAGLE-1 for SGLang": (eagle_1_for_sglang, "eagle1"),
     "EAGLE-3": (eagle_3, "eagle3"), "SpecForge": (specforge, "eagle3"),
     "SpecForge with layer ids": (specforge_with_layers, "eagle3"), "speculators": (speculators, "eagle3"),
     "speculators EAGLE-1": (speculators_eagle_1, "eagle1"), "Model Optimizer": (model_optimizer, "eagle3"),
     "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash"),
-    "DFlash2": (dflash2, "dflash"),
+    "DFlash2": (dflash2, "dflash"), "Domino": (domino, "dflash"),
+    "Domino by its class": (_changed(domino, architectures=["DominoDraftModel"]), "dflash"),
     "DSpark": (dspark, "dspark"), "DSpark of DeepSpec": (dspark_of_deepspec, "dspark"),
     "DSpark of Model Optimizer": (dspark_of_model_optimizer, "dspark")}
 """Form -> its program, and the family that it becomes."""
-
-
-def _changed(program: Callable[[], Published], **keys: Any) -> Callable[[], Published]:
-    return lambda: Published(program().config | keys, program().tensors, program().pickled)
 
 
 REFUSED: dict[str, tuple[Callable[[], Published], str, str]] = {
@@ -263,8 +274,9 @@ REFUSED: dict[str, tuple[Callable[[], Published], str, str]] = {
                                               "norm_before_residual is true", "norm_before_residual false"),
     "HASS": (_changed(speculators_eagle_1, layernorms=True), "HASS drafter with norms", "without them"),
     "EAGLE-1 of Qwen 2": (_changed(eagle_1, qkv_bias=True), "qkv_bias is true", "without"),
-    "Domino": (_changed(dflash, dflash_config={"projector_type": "domino", "mask_token_id": 9}),
-               "Domino drafter, whose recurrent head", "--speculative-algorithm DFLASH"),
+    "Domino with a longer prefix": (lambda: Published({**domino().config, "dflash_config": {
+        **domino().config["dflash_config"], "pure_draft_prefix_len": 2}}, domino().tensors),
+        "pure_draft_prefix_len is 2", "in SGLang"),
     "DFlash with a window": (_changed(dflash, dflash_config={"use_swa": True, "swa_window_size": 64,
                                                              "mask_token_id": 9}),
                              "dflash_config has .*use_swa", "in SGLang"),

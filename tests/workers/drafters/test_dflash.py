@@ -31,6 +31,7 @@ from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 VOCAB, HIDDEN, STEPS, LAYERS = 320, 32, 3, (1, 2, 3)
+FIRST_STEP = StepContext(0, 1, 0)
 CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
 
 
@@ -140,12 +141,12 @@ LogitsOf = Callable[[DFlashDrafter, TargetEmbeddings, Tensor, list[int]], Sequen
 
 def check_loss_and_gradients(family: FamilyImplementation, drafter: DFlashDrafter, target: TargetModel,
                              logits_of: LogitsOf, confidence_of: ConfidenceOf | None = None,
-                             loss: Literal["kl", "tv"] = "kl") -> None:
+                             loss: Literal["kl", "tv"] = "kl", context: StepContext = FIRST_STEP) -> None:
     """Those of a batch, in float64, equal the ones that follow from plain logits."""
     drafter, packed, ends = drafter.double(), documents((9, 12), torch.float64), ends_of(target)
     ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
     settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7, loss=loss)
-    outcome = family.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
+    outcome = family.objective(drafter, ends, settings, 12, torch.float64)(packed, context)
     outcome.loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
              if parameter.grad is not None}

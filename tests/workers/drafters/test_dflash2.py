@@ -1,4 +1,4 @@
-"""DFlash2, which others train: a block as the formulas read plainly, the trees, and what is refused.
+"""DFlash2: a block as the formulas read plainly, the trees, what is refused, and how a selector is trained.
 
 That SGLang's class proposes the same tokens is shown in `tests/sglang/test_blocks`.
 """
@@ -16,23 +16,28 @@ from torch import Tensor
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_forms import convert, require_agreement
-from eyrie_workers.drafters.blocks import DFlashProposer, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.objective import StepContext
 from tests.dflash2 import make_dflash2
 from tests.workers.drafters.test_dflash import (
     CHAIN,
+    FIRST_STEP,
     HIDDEN,
     STEPS,
     VOCAB,
     apply_rotary,
+    documents,
     drafter_for,
     ends_of,
+    naive_stream,
     rms,
     state_of_two_texts,
     target,
@@ -175,10 +180,69 @@ def test_every_published_name_becomes_one(names: list[str], target: TargetModel,
     assert form.name_of("candidate_selector.successor_codebook") == "candidate_selector.successor_codebook"
 
 
-def test_training_does_not_continue_from_one(target: TargetModel, tmp_path: Path) -> None:
+def test_a_selectors_loss_is_its_cross_entropy_with_the_true_token_among_the_candidates(target: TargetModel) -> None:
+    generator, ends = torch.Generator().manual_seed(5), ends_of(target)
+    selector = drafter_for(target, causal_head="selector").candidate_selector
+    assert selector is not None
+    states, previous = torch.randn(4, HIDDEN, generator=generator), torch.tensor([3, 9, 9, 0])
+    logits = states @ ends.lm_head.T
+    true = torch.tensor([int(logits[0].argmax()), int(logits[1].argmin()), 7, int(logits[3].topk(2).indices[1])])
+    found = selector.losses(states, ends.lm_head, previous, true).detach()
+    for row, token in enumerate(true.tolist()):
+        candidates = logits[row].topk(selector.top_k).indices.tolist()
+        if token not in candidates:
+            candidates[-1] = token
+        context = selector.predecessor_codebook[previous[row]] * (selector.hidden_projection.weight @ states[row])
+        scores = torch.stack([logits[row, one] + context @ selector.successor_codebook[one] for one in candidates])
+        assert float(found[row]) == pytest.approx(
+            -float(scores.detach().log_softmax(0)[candidates.index(token)]), abs=1e-5)
+
+
+def test_a_selector_is_trained_next_to_the_block_whose_loss_it_does_not_change(target: TargetModel) -> None:
+    packed, with_selector = documents((9, 12)), drafter_for(target, causal_head="selector")
+    plain, settings = drafter_for(target), TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0)
+    plain.load_state_dict({name: tensor for name, tensor in with_selector.state_dict().items()
+                           if not name.startswith("candidate_selector.")})
+
+    def loss(drafter: DFlashDrafter, context: StepContext | None) -> Tensor:
+        return FAMILY.objective(drafter, ends_of(target), settings, 12, torch.float32)(packed, context).loss
+
+    both, alone = (loss(drafter, FIRST_STEP) for drafter in (with_selector, plain))
+    both.backward()
+    alone.backward()
+    selector = with_selector.candidate_selector
+    assert selector is not None
+    assert float(both.detach()) > float(alone.detach())
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in selector.parameters())
+    assert float(loss(with_selector, None).detach()) == float(loss(plain, None).detach())
+
+
+def test_a_trained_selector_drafts_as_it_is_trained_and_is_trained_further(target: TargetModel, tmp_path: Path) -> None:
+    drafter, ends = drafter_for(target, causal_head="selector"), ends_of(target)
+    FAMILY.save(tmp_path, drafter, "float32", None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    assert {"selector_rank": HIDDEN // 2, "selector_top_k": 16, "output_multiplier": 1.0}.items() <= config[
+        "dflash_config"].items()
+    proposer = open_drafter(tmp_path, target)
+    assert isinstance(proposer, DFlashProposer)
+    state, texts = state_of_two_texts(proposer)
+    chain = proposer.propose(state, [0, 1], CHAIN)
+    with torch.no_grad():
+        for row, (ids, aux) in enumerate(texts):
+            states, before = naive_stream(drafter, ends, aux[:-1], int(ids[-1]))[1:], int(ids[-1])
+            for step in range(STEPS):
+                log_q = naive_log_q(tmp_path, ends, states[step], before)
+                before = max(log_q, key=lambda token: log_q[token])
+                assert int(chain.tokens[row, 1 + step]) == before
+    again = load_drafter(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_training_does_not_continue_from_convolutions(target: TargetModel, tmp_path: Path) -> None:
     directory = published(target, tmp_path / "drafter")
-    with pytest.raises(CheckpointInvalid, match="whose selector Eyrie does not train"):
+    with pytest.raises(CheckpointInvalid, match="whose convolutions Eyrie does not train"):
         load_drafter(directory)
-    with pytest.raises(InvalidInput, match="whose selector Eyrie does not train"):
+    with pytest.raises(InvalidInput, match="whose convolutions Eyrie does not train"):
         require_agreement(DrafterSpec(family="dflash", init_from="z/dflash2"), "dflash",
                           json.loads((directory / "config.json").read_text()))

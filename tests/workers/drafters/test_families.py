@@ -1,6 +1,7 @@
 """The table of families agrees with the implementations: names, states read, sizes."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -64,11 +65,13 @@ def test_a_family_reads_the_states_of_its_row(name: str) -> None:
     assert family_named(name).layers(AUX_LAYERS, 9) == layers
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_plans_estimate_of_a_drafters_size_is_within_a_tenth(name: str, target_dir: Path) -> None:
+@pytest.mark.parametrize(("name", "head"), [*((name, None) for name in NAMES), ("dflash", "domino"),
+                                            ("dflash", "selector")])
+def test_a_plans_estimate_of_a_drafters_size_is_within_a_tenth(
+        name: str, head: Literal["domino", "selector"] | None, target_dir: Path) -> None:
     config = read_config(target_dir)
     embeddings = read_target_embeddings(target_dir, config.tie_word_embeddings)
-    spec = DrafterSpec(family=name, draft_vocab_size=64, max_draft_tokens=3)
+    spec = DrafterSpec(family=name, draft_vocab_size=64, max_draft_tokens=3, causal_head=head)
     family = family_named(name)
     ids = torch.arange(config.vocab_size if family.row.whole_vocabulary else 64)
     made = family.create(spec, config, embeddings, family.layers(AUX_LAYERS, config.num_layers),

@@ -124,7 +124,7 @@ def test_a_drafter_as_its_authors_publish_it_is_adopted_drafts_and_is_trained_fu
     assert adopt(published, tmp_path / "out", path).name == family
     assert bool(drafts(tmp_path / "out", target).isfinite().all())
     if form == "DFlash2":
-        with pytest.raises(InvalidInput, match="whose selector Eyrie does not train"):
+        with pytest.raises(InvalidInput, match="whose convolutions Eyrie does not train"):
             load_head(DrafterSpec(family=family, init_from=str(published)), family_named(family), path)
         return
     head = load_head(DrafterSpec(family=family, init_from=str(published)), family_named(family), path)

@@ -154,9 +154,10 @@ def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_d
     assert [row[0] for row in finding.table] == ["eagle3", "eagle1", "dflash"]
     assert finding.found[0].startswith("Fastest served: eagle3 with 1.60x")
     assert finding.found[1] == "tau over three seeds: eagle3 2.40 (sd 0.000)."
-    alike = {name: families.carried(name, 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
+    alike = {name: families.carried(families.DRAFTERS[name], 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
     assert 2.0 > alike["dflash"] > alike["eagle3"] > 1.0  # one pass for a block against one for each token
-    assert all(families.carried("dflash", 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
+    dflash = families.DRAFTERS["dflash"]
+    assert all(families.carried(dflash, 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
                for users in (64, 256))
 
 

@@ -1,4 +1,5 @@
-"""Drafters of blocks: DFlash (arXiv:2602.06036), and DSpark (arXiv:2607.05147), which adds a Markov head to it.
+"""Drafters of blocks: DFlash (arXiv:2602.06036), and with a head that reads the drafted tokens DSpark
+(arXiv:2607.05147, `markov_head`) and Domino (arXiv:2605.29707, `domino`).
 
 EAGLE drafts one token per pass; these a whole block. The last settled token x_{i+1} is followed by mask tokens, and one
 pass through a few layers gives marginals for the tokens after it:
@@ -11,6 +12,7 @@ pass through a few layers gives marginals for the tokens after it:
                      proposes; S = C - 1
     DSpark           p_s = softmax(W_head norm(h_s) + W_2 z_s): the position before proposes, the settled token's too,
                      and z_s reads the token before (`markov_head`); S = C
+    Domino           the same with z_s of all drafted tokens before, and S = C - 1 (`domino`)
 
 The features enter each layer as keys and values only; settled positions run neither attention nor MLP. Embedding and
 output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
@@ -20,8 +22,8 @@ Each optimizer step trains on blocks after random anchors i of the answer (`unro
 neighbouring blocks make nearly the same predictions, and random anchors gain 14 % of tau over fixed ones in DFlash's
 ablation), against the target's distribution. Position s has weight step_decay^s: a wrong token invalidates the
 tokens after it, so early positions count more (DFlash's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for
-blocks of 8 and 5 for blocks of 10). A Markov head reads the true token in training: in decoding a prediction matters
-only after an accepted path.
+blocks of 8 and 5 for blocks of 10). A head reads the true tokens in training: in decoding a prediction matters only
+after an accepted path.
 
 Without the head a marginal does not depend on the tokens chosen before it: a tree is DDTree (arXiv:2604.12989), the
 most probable prefixes under the product of marginals. With it trees grow by confidence, token by token, from one pass
@@ -50,17 +52,26 @@ from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES, markov_rank
+from eyrie_api.contract.families import FAMILIES, domino_sizes, markov_rank
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.drafter_rules import DFLASH2
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
-from eyrie_workers.drafters.dflash2 import SELECTOR, Convolutions, Selector, SelectorConfig
+from eyrie_workers.drafters.dflash2 import (
+    CANDIDATES,
+    SELECTOR,
+    CandidateSelector,
+    Convolutions,
+    Selector,
+    SelectorConfig,
+)
+from eyrie_workers.drafters.domino import DominoConfig, DominoHead, base_share
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
-from eyrie_workers.drafters.markov_head import ConfidenceHead, MarkovConfig, MarkovHead
+from eyrie_workers.drafters.markov_head import BlockHead, ConfidenceHead, MarkovConfig, MarkovHead
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -76,7 +87,8 @@ from eyrie_workers.training.objective import Objective, Prediction, StepContext,
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 _MAX_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
-_MARKOV = "markov_head."
+_MARKOV, _CONVOLVED = "markov_head.", "layers.0.mlp_conv.base_kernel"
+_DOMINO_HEAD, _DOMINO = "domino_head.", ("prefix_gru.", "embed_proj.")  # its prefix here, and its names in a checkpoint
 _TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as much as they save
 
 
@@ -99,18 +111,24 @@ class DFlashConfig:
     confidence: bool = False
     """Whether a confidence head stands next to the Markov head."""
 
+    domino: DominoConfig | None = None
+
     selector: SelectorConfig | None = None
     """Of DFlash2."""
 
     @property
     def first(self) -> int:
         """The position of the block that proposes the token after the settled one."""
-        return 1 if self.markov is None else 0
+        return 0 if self.markov is not None or (self.domino is not None and self.domino.shifted) else 1
 
     @property
     def num_steps(self) -> int:
         """S"""
-        return self.block_size - self.first
+        return self.block_size - self.positions(0)
+
+    def positions(self, num_steps: int) -> int:
+        """Positions of a block that proposes so many tokens. Only DSpark's settled token needs none of its own."""
+        return num_steps + (self.markov is None)
 
 
 class DFlashDrafter(nn.Module):
@@ -124,6 +142,15 @@ class DFlashDrafter(nn.Module):
         markov = config.markov
         self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
         self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
+        domino = config.domino
+        self.domino_head = DominoHead(domino, config.decoder.vocab_size, hidden) if domino else None
+        self.candidate_selector = None if config.selector is None else CandidateSelector(
+            config.selector.top_k, config.selector.rank, config.decoder.vocab_size, hidden)
+
+    @property
+    def head(self) -> BlockHead | None:
+        """What reads the drafted tokens."""
+        return self.markov_head or self.domino_head
 
     def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
@@ -174,21 +201,29 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
         block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
                                                self._recompute)
-        config, markov = self.drafter.config, self.drafter.markov_head
-        # DFlash: mask s + 1 stands at the position of the token that step s proposes. DSpark: the one before it.
+        config, head, selector = self.drafter.config, self.drafter.head, self.drafter.candidate_selector
+        # DFlash: mask s + 1 stands at the position of the token that step s proposes. Others: the one before it.
         predicted = torch.cat([block_RCH[:alive, step + config.first] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(predicted, self.drafter.norm.weight, config.decoder.rms_eps)
         states = states_NH.split([alive for alive in plan.alive if alive])
-        if markov is None:
+        if head is None and (selector is None or evaluating):
             return Prediction(states, self._head_VH)
-        previous = [documents.token_ids[plan.roots[:alive] + 1 + step]
-                    for step, alive in enumerate(plan.alive) if alive]
-        read, accepted = markov.unroll(previous, states), None
-        if self.drafter.confidence_head is not None:
-            features = torch.cat([states_NH, markov.markov_w1(torch.cat(previous))], 1)
+        previous, following = ([documents.token_ids[plan.roots[:alive] + step + more]
+                                for step, alive in enumerate(plan.alive) if alive] for more in (1, 2))
+        if head is None:
+            assert selector is not None
+            return Prediction(states, self._head_VH, extra=selector.losses(
+                states_NH, self._head_VH, torch.cat(previous), torch.cat(following)))
+        read, accepted = head.unroll(previous, states, self._embed_VH), None
+        if self.drafter.confidence_head is not None and isinstance(head, MarkovHead):
+            features = torch.cat([states_NH, head.markov_w1(torch.cat(previous))], 1)
             accepted = self.drafter.confidence_head.proj(features).squeeze(1)
         return Prediction(tuple(torch.cat([state, z], 1) for state, z in zip(states, read, strict=True)),
-                          torch.cat([self._head_VH, markov.markov_w2.weight.to(self.dtype)], 1), accepted=accepted)
+                          torch.cat([self._head_VH, head.bias_VM.to(self.dtype)], 1), accepted=accepted,
+                          base=None if config.domino is None else (states_NH, self._head_VH))
+
+    def base_share(self, context: StepContext) -> float:
+        return 0.0 if self.drafter.config.domino is None else base_share(context)
 
     def flops(self, plan: UnrollPlan) -> int:
         """The features of every token, the layers at every block position, the output matrix at the predictions."""
@@ -198,10 +233,13 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         context = 4 * num_tokens * self.drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = (4 * plan.num_predictions + 2 * plan.target_positions.numel()) * decoder.hidden_size
-        if (markov := self.drafter.config.markov) is not None:
-            heads += 6 * plan.num_predictions * markov.rank
+        if (head := self.drafter.head) is not None:
+            rank = head.bias_VM.shape[1]
+            heads += 6 * plan.num_predictions * rank
             if self.drafter.config.confidence and self.loss_kind != "tv":  # acceptance, which other losses do not give
-                heads += 2 * plan.num_predictions * (decoder.hidden_size + markov.rank)
+                heads += 2 * plan.num_predictions * (decoder.hidden_size + rank)
+        if self.drafter.candidate_selector is not None:
+            heads += 2 * plan.num_predictions * decoder.hidden_size
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
                 + heads * decoder.vocab_size)
 
@@ -253,18 +291,18 @@ class DFlashProposer:
         """`tensors` on the target's device, in its dtype."""
         self._config, self._target = config, target
         self._features = _Features(config, tensors, target.dtype)
-        self._markov: MarkovHead | None = None
-        if config.markov is not None:
+        self._head: BlockHead | None = None
+        if config.markov is not None or config.domino is not None:
             with torch.device("meta"):
-                self._markov = MarkovHead(config.markov, config.decoder.vocab_size, config.decoder.hidden_size)
-            self._markov.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
-                                          if name.startswith(_MARKOV)}, assign=True)
-            self._w2 = Linear(tensors[f"{_MARKOV}markov_w2.weight"])
+                self._head = DFlashDrafter(config).head
+            assert self._head is not None
+            self._head.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
+                                        if name.startswith((_MARKOV, *_DOMINO))}, assign=True)
+            self._bias = Linear(self._head.bias_VM)
         self._selector = None if config.selector is None else Selector(config.selector, tensors)
         body = {f"model.{name}": tensor for name, tensor in tensors.items()
-                if not name.startswith((_MARKOV, "confidence_head.", SELECTOR))}
-        convolved = "layers.0.mlp_conv.base_kernel" in tensors
-        self._convolutions = Convolutions(tensors, config.block_size) if convolved else None
+                if not name.startswith((_MARKOV, *_DOMINO, "confidence_head.", SELECTOR))}
+        self._convolutions = Convolutions(tensors, config.block_size) if _CONVOLVED in tensors else None
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
                                   around=self._convolutions)
         self.max_length = config.decoder.max_position_embeddings
@@ -296,10 +334,10 @@ class DFlashProposer:
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """One pass over the block of each row, and the tree of its marginals; with a Markov head one that grows by
-        token. Of a draft less deep than the trained block the positions behind it are not computed, as in SGLang."""
+        """One pass over the block of each row, and the tree of its marginals; with a head one that grows by token. Of a
+        draft less deep than the trained block the positions behind it are not computed, as in SGLang."""
         assert isinstance(state, DFlashState)
-        size = min(self._config.block_size, self._config.first + shape.num_steps)
+        size = min(self._config.block_size, self._config.positions(shape.num_steps))
         if self._convolutions is not None:
             self._convolutions.block_size = size
         chosen = RowLengths.of(rows, [state.cache.settled[row] for row in rows])
@@ -308,24 +346,25 @@ class DFlashProposer:
         attend = NewTokens(state.cache, chosen, size, all_scratch_mask(chosen, size, size))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
         first = self._config.first
-        states_BSH = states.unflatten(0, (-1, size))[:, first:first + shape.num_steps]
-        logits_BSV, markov = self._target.logits(states_BSH), self._markov
+        states_BSH = states.unflatten(0, (-1, size))[:, first:first + min(shape.num_steps, self._config.num_steps)]
+        logits_BSV, head = self._target.logits(states_BSH), self._head
         if self._selector is not None:
             steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
             return build_limited_tree(steps(tokens_BC[:, :1], 0), lambda tokens, hidden, mask, depth: steps(
                 tokens, depth), shape, states_BSH.shape[1], None, noise)
-        if markov is None:
+        if head is None:
             return build_tree_from_marginals(logits_BSV, shape, None, noise)
 
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor | None, depth: int) -> DraftStep:
             """`protocol.StepFunction`: children of nodes of one depth; their state is the head's memory."""
             rows, nodes = tokens.shape
             state_RH = states_BSH[:, depth, None].expand(-1, nodes, -1).flatten(0, 1)
-            z_RM, memory_RM = markov.step(tokens.flatten(), state_RH, hidden.flatten(0, 1))
-            return DraftStep(logits_BSV[:, depth, None] + self._w2(z_RM).view(rows, nodes, -1),
-                             memory_RM.view(rows, nodes, markov.state_size))
+            z_RM, memory_RM = head.step(tokens.flatten(), state_RH, hidden.flatten(0, 1), depth,
+                                        self._target.embed_weight)
+            return DraftStep(logits_BSV[:, depth, None] + self._bias(z_RM).view(rows, nodes, -1),
+                             memory_RM.view(rows, nodes, head.state_size))
 
-        root = step(tokens_BC[:, :1], states_BSH.new_zeros(len(rows), 1, markov.state_size), None, 0)
+        root = step(tokens_BC[:, :1], states_BSH.new_zeros(len(rows), 1, head.state_size), None, 0)
         return build_limited_tree(root, step, shape, states_BSH.shape[1], None, noise)
 
 
@@ -340,13 +379,21 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     markov = None
     if spec.family == "dspark":
         markov = MarkovConfig(spec.markov_head or "vanilla", markov_rank(target.hidden_size, spec.markov_rank))
+    domino = DominoConfig(*domino_sizes(target.hidden_size)) if spec.causal_head == "domino" else None
+    selector = SelectorConfig(CANDIDATES, markov_rank(target.hidden_size, None), target.logit_scale, None) \
+        if spec.causal_head == "selector" else None
     drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + (markov is None), layers, target.num_layers,
-                                         mask_token(embeddings.special, target), markov, markov is not None))
+                                         mask_token(embeddings.special, target), markov, markov is not None, domino,
+                                         selector))
     initialise_parameters(drafter, seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():  # the marginals alone, each accepted with probability 1/2
-            if name == f"{_MARKOV}markov_w2.weight" or name.startswith("confidence_head.") or name.endswith("bias"):
+            if name.startswith("confidence_head.") or name.endswith("bias"):
                 parameter.zero_()
+        if drafter.head is not None:
+            drafter.head.bias_VM.zero_()
+        if drafter.candidate_selector is not None:
+            drafter.candidate_selector.successor_codebook.zero_()
         drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
     return drafter
 
@@ -362,15 +409,22 @@ def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None)
     head = {} if config.markov is None else {
         "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank,
         "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence}
-    family = FAMILIES["dflash" if config.markov is None else "dspark"]
-    written = decoder_json(config.decoder, family.architecture, dtype) | head | {
+    causal = {} if config.domino is None else {
+        "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": config.domino.shifted,
+        "gru_hidden_dim": config.domino.state_size, "emb_dim": config.domino.rank}
+    if (selector := config.selector) is not None:
+        causal = {"selector_rank": selector.rank, "selector_top_k": selector.top_k,
+                  "output_multiplier": selector.output_multiplier}
+    architecture = FAMILIES["dflash" if config.markov is None else "dspark"].architecture
+    written = decoder_json(config.decoder, architecture if selector is None else DFLASH2, dtype) | head | {
         "block_size": config.block_size, "num_target_layers": config.num_target_layers,
         "layer_types": list(config.decoder.layer_types), "use_sliding_window": False,
         "dflash_config": {
             "block_size": config.block_size, "mask_token_id": config.mask_token_id,
             "num_target_layers": config.num_target_layers,
-            "target_layer_ids": [layer - 1 for layer in config.aux_layers]}}  # "output of layer v", from 0
-    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(drafter.state_dict(), dtype), card)
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers], **causal}}  # "output of layer v", from 0
+    tensors = {name.removeprefix(_DOMINO_HEAD): tensor for name, tensor in drafter.state_dict().items()}
+    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(tensors, dtype), card)
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -387,17 +441,20 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
     return DFlashConfig(decoder, own["block_size"], tuple(layer + 1 for layer in own["target_layer_ids"]),
                         own["num_target_layers"], own["mask_token_id"], markov,
                         bool(written.get("enable_confidence_head")),
+                        DominoConfig(own["gru_hidden_dim"], own["emb_dim"], own["shift_label"])
+                        if "gru_hidden_dim" in own else None,
                         SelectorConfig.of(own) if "selector_top_k" in own else None), tensors
 
 
 def load_drafter(directory: Path) -> DFlashDrafter:
     """To continue its training. Raises as `load`."""
     config, tensors = load(directory)
-    if config.selector is not None:
-        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose selector Eyrie does not train",
+    if _CONVOLVED in tensors:
+        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose convolutions Eyrie does not train",
                                 "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
-    drafter.load_state_dict(tensors)
+    drafter.load_state_dict({(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor
+                             for name, tensor in tensors.items()})
     return drafter
 
 

@@ -1,8 +1,8 @@
 """DFlash2's additions to DFlash's block: local convolutions and a selector (z-lab/dflash, `dflash/model.py`).
 
-Experimental, and for drafters that others trained: Eyrie drafts with them and does not train them (the published loss
-of the selector is a cross-entropy over the candidates, vllm-project/speculators#1006). Names and formulas are those of
-SGLang 0.5.23 (`srt/models/dflash.py`: `DFlashGroupedConv`, `CandidateSelector`).
+Experimental. The selector is trained here (`drafter.causal_head: selector`); drafters with convolutions come from
+others, and are drafted with. Names and formulas are those of SGLang 0.5.23 (`srt/models/dflash.py`:
+`DFlashGroupedConv`, `CandidateSelector`).
 
     convolution   around every attention and MLP, within a block; a group g of channels shares what is added:
                     k_{i,t,c} = base_{t,c} + delta_{i,t,g(c)}      y_{i,c} = sum_t k_{i,t,c} x_{i-t,c},   x_{<0} = 0
@@ -14,7 +14,13 @@ SGLang 0.5.23 (`srt/models/dflash.py`: `DFlashGroupedConv`, `CandidateSelector`)
 u are the target's logits, times `output_multiplier`, through a soft cap where there is one. The distribution of a step
 is the softmax of the scores over the candidates, so that a tree grows by token, as with a Markov head.
 
-    R rows, C block positions, S steps, H hidden, G groups, K candidates, N nodes, V vocabulary
+Training adds the cross-entropy of that softmax to the block's own loss, with the true token before each position; a
+true token that is no candidate takes the place of the last one (NVIDIA/Model-Optimizer, `HFDFlash2Model`). Here u has
+no gradient of it: the block learns from its own loss. B starts at zero: a new selector takes the highest marginal.
+Evaluation counts hits of the marginals.
+
+    R rows, C block positions, S steps, H hidden, G groups, K candidates, N nodes or predictions, V vocabulary,
+    E rank of the selector
 """
 
 from collections.abc import Mapping
@@ -23,24 +29,62 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyrie_workers.speculation.protocol import DraftStep
+from eyrie_workers.training.numerics import linear
 
 SELECTOR = "candidate_selector."
+CANDIDATES = 16
+"""K of a new selector."""
+
+_ROWS = 256  # whose logits over the whole vocabulary are held at once
 
 
 @dataclass(frozen=True)
 class SelectorConfig:
     top_k: int
+    rank: int
     output_multiplier: float
     soft_cap: float | None
 
     @classmethod
     def of(cls, own: Mapping[str, Any]) -> "SelectorConfig":
         """From `dflash_config`, without faults."""
-        return cls(own["selector_top_k"], float(own.get("output_multiplier") or 1.0),
+        return cls(own["selector_top_k"], own["selector_rank"], float(own.get("output_multiplier") or 1.0),
                    float(own["final_logit_softcapping"]) if own.get("final_logit_softcapping") else None)
+
+
+class CandidateSelector(nn.Module):
+    """The selector in training."""
+
+    def __init__(self, top_k: int, rank: int, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.top_k = min(top_k, vocab_size)
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def losses(self, states_NH: Tensor, head_VH: Tensor, previous_N: Tensor, true_N: Tensor) -> Tensor:
+        """[N] cross-entropy of the true token among the candidates.
+
+        states_NH   after the final norm          head_VH  the target's output matrix
+        previous_N  token before each proposed one
+        """
+        with torch.no_grad():
+            u, ids = [], []
+            for rows_MH, true_M in zip(states_NH.split(_ROWS), true_N.split(_ROWS), strict=True):
+                logits_MV = linear(rows_MH, head_VH)
+                u_MK, ids_MK = logits_MV.topk(self.top_k, -1)
+                absent_M = (ids_MK != true_M[:, None]).all(1)
+                u_MK[:, -1] = torch.where(absent_M, logits_MV.gather(1, true_M[:, None])[:, 0], u_MK[:, -1])
+                ids_MK[:, -1] = torch.where(absent_M, true_M, ids_MK[:, -1])
+                u.append(u_MK)
+                ids.append(ids_MK)
+            u_NK, ids_NK = torch.cat(u), torch.cat(ids)
+        context_NE = self.predecessor_codebook[previous_N] * self.hidden_projection(states_NH)
+        scores_NK = u_NK + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
+        return F.cross_entropy(scores_NK, (ids_NK == true_N[:, None]).to(torch.int8).argmax(1), reduction="none")
 
 
 class Convolutions:

@@ -24,6 +24,7 @@ That loss and its weight of 1 are the paper's (`Objective._acceptance_loss`). It
     R roots or nodes, H hidden, M rank, V vocabulary
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,38 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(hidden_size + rank, 1)
 
 
-class MarkovHead(nn.Module):
+class BlockHead(ABC, nn.Module):
+    """Corrects the marginals of a block by a bias W z_s, where z_s depends on the tokens before the proposed one."""
+
+    state_size: int
+    """Elements of what a node hands to its children."""
+
+    @property
+    @abstractmethod
+    def bias_VM(self) -> Tensor:
+        """W"""
+
+    @abstractmethod
+    def step(self, previous_R: Tensor, state_RH: Tensor, memory_RM: Tensor, depth: int,
+             embed_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """z [R, M] of the step at a depth, and the memory for the next.
+
+        previous_R  token before each proposed one
+        state_RH    after the final norm
+        memory_RM   of the step before; zeros at depth 0
+        embed_VH    the target's embedding
+        """
+
+    def unroll(self, previous: Sequence[Tensor], states: Sequence[Tensor], embed_VH: Tensor) -> list[Tensor]:
+        """z of every step, after the true tokens. Roots of a step are the first ones of the step before it."""
+        memory_RM, read = states[0].new_zeros(states[0].shape[0], self.state_size), []
+        for depth, (tokens_R, state_RH) in enumerate(zip(previous, states, strict=True)):
+            z_RM, memory_RM = self.step(tokens_R, state_RH, memory_RM[: state_RH.shape[0]], depth, embed_VH)
+            read.append(z_RM)
+        return read
+
+
+class MarkovHead(BlockHead):
     def __init__(self, config: MarkovConfig, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.config, rank = config, config.rank
@@ -53,19 +85,15 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
         self.gate_proj = nn.Linear(hidden_size + rank, rank) if config.kind == "gated" else None
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank) if config.kind == "rnn" else None
+        self.state_size = 0 if self.joint_proj is None else rank
 
     @property
-    def state_size(self) -> int:
-        """Elements of r."""
-        return self.config.rank if self.joint_proj is not None else 0
+    def bias_VM(self) -> Tensor:
+        return self.markov_w2.weight
 
-    def step(self, previous_R: Tensor, state_RH: Tensor, memory_RM: Tensor) -> tuple[Tensor, Tensor]:
-        """z [R, M] of one step, and the memory for the next.
-
-        previous_R  token before each proposed one
-        state_RH    after the final norm
-        memory_RM   r, of `state_size` elements; zeros at the first step
-        """
+    def step(self, previous_R: Tensor, state_RH: Tensor, memory_RM: Tensor, depth: int,
+             embed_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `BlockHead`; the memory is r."""
         embedded_RM = self.markov_w1(previous_R)
         if self.gate_proj is not None:
             return torch.sigmoid(self.gate_proj(torch.cat([state_RH, embedded_RM], -1))) * embedded_RM, memory_RM
@@ -74,11 +102,3 @@ class MarkovHead(nn.Module):
         gate, candidate, output = self.joint_proj(torch.cat([memory_RM, embedded_RM, state_RH], -1)).chunk(3, -1)
         kept = torch.sigmoid(gate)
         return torch.tanh(output), kept * memory_RM + (1.0 - kept) * torch.tanh(candidate)
-
-    def unroll(self, previous: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-        """z of every step, after the true tokens. Roots of a step are the first ones of the step before it."""
-        memory_RM, read = states[0].new_zeros(states[0].shape[0], self.state_size), []
-        for tokens_R, state_RH in zip(previous, states, strict=True):
-            z_RM, memory_RM = self.step(tokens_R, state_RH, memory_RM[: state_RH.shape[0]])
-            read.append(z_RM)
-        return read

@@ -240,6 +240,8 @@ class Prediction:
     extra     [N] another loss of each prediction, weighted as its first; None: none (EAGLE-1's regression).
     computed  rows of `states` including those that pad to a round number; None: no row is padding.
     accepted  [N] logits of the probability that each prediction is accepted, trained with the first; None: none.
+    base      states [N, H'] and matrix of the same predictions without what reads the drafted tokens, whose loss takes
+              a share of the first's (`Objective.base_share`); None: none.
     """
 
     states: tuple[Tensor, ...]
@@ -247,6 +249,7 @@ class Prediction:
     extra: Tensor | None = None
     computed: int | None = None
     accepted: Tensor | None = None
+    base: tuple[Tensor, Tensor] | None = None
 
 
 class Objective(ABC, Generic[DrafterT]):
@@ -282,6 +285,10 @@ class Objective(ABC, Generic[DrafterT]):
 
         evaluating  as in serving, from the drafter's own proposals where it reads any; otherwise as it is trained.
         """
+
+    def base_share(self, context: StepContext) -> float:
+        """The share of the loss that is `Prediction.base`'s at a training step."""
+        return 0.0
 
     @property
     def target_key(self) -> tuple[str, bool]:
@@ -379,6 +386,11 @@ class Objective(ABC, Generic[DrafterT]):
             states_NH = torch.cat(prediction.states)
             loss, losses_N, choice_N = soft_target_loss(states_NH, prediction.heads, table, supervision.row_N,
                                                         supervision.share_N, self.loss_kind, evaluating)
+            share = 0.0 if context is None or prediction.base is None else self.base_share(context)
+            if prediction.base is not None and share > 0.0:
+                base_loss, _, _ = soft_target_loss(*prediction.base, table, supervision.row_N, supervision.share_N,
+                                                   self.loss_kind, evaluating)
+                loss = (1.0 - share) * loss + share * base_loss
             if prediction.accepted is not None and not evaluating:
                 loss = loss + self._acceptance_loss(prediction.accepted, states_NH.detach(), prediction.heads.detach(),
                                                     supervision, losses_N)

@@ -3,7 +3,8 @@
 SGLang 0.5.23 refuses both algorithms on a CPU, though its workers have PyTorch forms of most of their GPU steps and
 choose them by device. Replaced are:
 
-    the refusal          `_handle_dflash` and `_handle_dspark` see a CUDA device; nothing else of the resolution does
+    the refusals         `_handle_dflash` and `_handle_dspark` see a CUDA device; nothing else of the resolution does.
+                         A Domino head, which is refused outside CUDA and bfloat16, is not (`validate_domino_runtime`)
     the backend          `intel_amx` is added to the backends of block drafters, through SGLang's own extension point
     streams              `Tensor.record_stream` does nothing: it is not defined on a CPU, which has no streams
     the block's width    `intel_amx` reads `tree_topk` of what is verified, which blocks do not state: 1, a chain
@@ -23,6 +24,7 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.speculative import dflash_worker_v2
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
@@ -79,6 +81,7 @@ def run_block_workers_on_cpu() -> None:
     """Replace what the module's text names. To be called in every process of the server."""
     speculative_hook._handle_dflash = _seeing_cuda(speculative_hook._handle_dflash)
     speculative_hook._handle_dspark = _seeing_cuda(speculative_hook._handle_dspark)
+    dflash_worker_v2.validate_domino_runtime = lambda **_facts: None
     add_draft_attention_backend_choices(["intel_amx"])
     torch.Tensor.record_stream = lambda self, stream: None
     DFlashDraftModel.forward = _in_dtype_of_the_weights(DFlashDraftModel.forward)
