@@ -92,7 +92,7 @@ test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs
 	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster on which they may create objects" >&2; \
 	  echo "hint: kind create cluster && export KUBECONFIG=~/.kube/config, or the kubeconfig of another cluster" >&2; exit 1; }
 	@$(HELM_SDK)
-	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 tests/cluster
+	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 --durations 12 tests/cluster
 
 # On a cluster of this machine: the one of EYRIE_CLUSTER_STATE, or one that is created and deleted (.ci/cluster). The target
 # is trained first and kept in .eyrie/rehearsal. CI runs the short form after the cluster's tests, on the same cluster.

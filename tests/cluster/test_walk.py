@@ -70,7 +70,7 @@ def release(tmp_path: Path) -> Iterator["Release"]:
 
 def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_once(release: "Release") -> None:
     say = Diary()
-    release.apply("DrafterJob", "first", {"job": job("first", 600, 128, strict=False, epochs=8.0)})
+    release.apply("DrafterJob", "first", {"job": job("first", 600, 128, strict=False, epochs=4.0)})
     first = str(eventually(lambda: release.object("drafterjobs", "first").get("status", {}).get("job_id"),
                            "the applied object is a job"))
     eventually(lambda: phase(release, first) == "Running", "the first job runs", every_s=1.0)
