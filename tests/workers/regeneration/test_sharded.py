@@ -204,7 +204,8 @@ def test_a_stage_that_was_stopped_goes_on_with_what_its_workers_have_finished_si
     with openai_double(Troubles(gate=gate)) as service:
         running = RunningClient(world.engine(service), asked)
         world.worker()
-        wait_for(lambda: service.at_once, "a request")
+        # Two at once of each shard: a worker that has not read its prompts when the stage stops finds none.
+        wait_for(lambda: service.at_once == 4, "requests of both shards")
         running.stop()
         assert isinstance(running.error, InterruptedError)
         gate.set()
