@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.experiments import (
     acceptance_throughput,
+    block_heads,
     calibration,
     crossover,
     data_amount,
@@ -28,7 +29,7 @@ from eyrie_api.errors import EyrieError
 
 # Timed experiments run first, while the machine is as quiet as at the start.
 EXPERIMENTS = (families, acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy,
-               data_amount, one_choice, learning_rates, layer_choice)
+               data_amount, one_choice, block_heads, learning_rates, layer_choice)
 LEFT_OUT = {PUBLISHED_JOB: (on_policy, layer_choice), "demo": (learning_rates,)}
 """By job: those that need the shipped target's corpus or a target trained for them, and the one that needs a target
 wider than the shipped one."""

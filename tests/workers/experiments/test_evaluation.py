@@ -9,6 +9,7 @@ import pytest
 from benchmarks.calibration.measure import Curve, RankCount, curve
 from benchmarks.experiments import (
     acceptance_throughput,
+    block_heads,
     calibration,
     crossover,
     data_amount,
@@ -159,6 +160,16 @@ def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_d
     dflash = families.DRAFTERS["dflash"]
     assert all(families.carried(dflash, 2.0, 4, *families.LARGER["8B"], users=users) < alike["dflash"]
                for users in (64, 256))
+
+
+def test_heads_of_blocks_are_compared_with_the_marginals_over_all_seeds() -> None:
+    runs = {"dflash": [counted([1.8, 2.0, 1.9])] * 2, "dflash, domino": [counted([2.7, 3.0, 2.8])] * 2}
+    finding = block_heads.evaluate(runs, 240, 5)
+    assert finding.found == [f"dflash, domino: tau {block_heads.over_marginals(runs)['dflash, domino'].text} of "
+                             "dflash's."]
+    assert [row[0] for row in finding.table] == ["dflash", "dflash, domino"]
+    assert finding.table[0][-1] == "-"
+    assert finding.table[1][-1].startswith("+4")
 
 
 def test_programs_are_compared_over_all_seeds_at_equal_time_and_over_one_at_equal_epochs() -> None:
