@@ -359,7 +359,7 @@ def test_both_variants_capture_the_same_batches_up_to_the_last(most: int) -> Non
 
 
 def drafted(algorithm: Any, setting: Setting = CHAIN, machine: str = "h100", **more: Any) -> LaunchPlan:
-    facts = {name: more.pop(name) for name in ("block_size", "sliding_window") if name in more}
+    facts = {name: more.pop(name) for name in ("block_size", "sliding_window", "bfloat16_only") if name in more}
     return plan(machine, setting, drafter=DrafterCheckpoint("/drafters/d", 8192, algorithm=algorithm, **facts), **more)
 
 
@@ -399,6 +399,13 @@ def test_drafts_are_verified_as_asked_where_sglang_can_and_refused_elsewhere(alg
 def test_whether_a_drafter_can_propose_every_token_is_read_from_its_config(config: dict[str, int], whole: bool) -> None:
     assert read_drafter("/drafters/d", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512,
                                         "max_position_embeddings": 64} | config).whole_vocabulary is whole
+
+
+def test_a_domino_head_is_known_by_its_projector() -> None:
+    blocks = {"architectures": ["DFlashDraftModel"], "max_position_embeddings": 64}
+    for projector, known in (("domino", True), ("dflash", False)):
+        config = blocks | {"dflash_config": {"block_size": 6, "projector_type": projector}}
+        assert read_drafter("/drafters/d", config).bfloat16_only is known
 
 
 def test_answers_that_sglang_gives_greedily_whatever_the_temperature_are_known_by_platform() -> None:
@@ -446,6 +453,7 @@ STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, 
     (drafted("DFLASH", machine="cpu"), "cpu"),
     (drafted("DFLASH", TREE), "top_k is 4"),
     (drafted("DFLASH", block_size=4), "drafter's block, 4"),
+    (drafted("DFLASH", bfloat16_only=True, dtype="float16"), "Domino head in bfloat16 alone, and dtype is float16"),
 ])
 def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: LaunchPlan, word: str) -> None:
     with pytest.raises(Unlaunchable, match=word) as error:
