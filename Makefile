@@ -87,7 +87,8 @@ test-vllm: setup  ## vLLM's CPU build with an exported drafter, its rounds compa
 # The operator's tests need KUBECONFIG alone. Those in which pods run Eyrie (test_endpoints, test_walk) need an image with
 # everything: EYRIE_TEST_IMAGE=<one that the nodes can pull; tests/cluster/Dockerfile builds it>. On a cluster that is part
 # of this machine (EYRIE_CLUSTER_STATE, as in CI) pods mount the machine's own programs instead. Tests that cannot run are
-# skipped with the reason, and fail under EYRIE_TEST_CLUSTER_WALK=1. On a busy machine: EYRIE_TEST_PATIENCE=3.
+# skipped with the reason, and fail under EYRIE_TEST_CLUSTER_WALK=1. On a busy machine: EYRIE_TEST_PATIENCE=3. With
+# EYRIE_TEST_OBJECTS=1000 as many DrafterJobs are held at once, in place of 400.
 test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs KUBECONFIG; one way: kind create cluster)
 	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster on which they may create objects" >&2; \
 	  echo "hint: kind create cluster && export KUBECONFIG=~/.kube/config, or the kubeconfig of another cluster" >&2; exit 1; }

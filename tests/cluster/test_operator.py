@@ -328,10 +328,10 @@ def test_when_the_leader_is_killed_the_other_goes_on_and_nothing_is_submitted_tw
         assert lease["spec"]["leaseTransitions"] == 1
 
 
-def test_a_thousand_objects_reconverge_after_a_restart_without_a_storm(
+def test_hundreds_of_objects_reconverge_after_a_restart_without_a_storm(
         cluster: Cluster, namespace: str, jobs: Jobs, database: Database, tmp_path: Path) -> None:
     """Half of the jobs move while no operator runs: those are written, the others are not."""
-    number = 1000
+    number = int(os.environ.get("EYRIE_TEST_OBJECTS", "400"))  # a whole number of pages
     for one in range(number):
         cluster.create(manifest(namespace, f"job-{one}"))
     with operating(tmp_path, namespace) as first:
@@ -339,7 +339,7 @@ def test_a_thousand_objects_reconverge_after_a_restart_without_a_storm(
                    "all are accepted", deadline_s=600, every_s=5.0)
         submitting = first.figure("eyrie_operator_writes_total")
         first.kill()
-    listed = [job for part in range(5) for job in page(jobs, part)]
+    listed = [job for part in range(number // 200) for job in page(jobs, part)]
     assert len(listed) == number
     for job in listed[::2]:
         jobs.save_status(job.id, ended("Succeeded", utc_now()))
