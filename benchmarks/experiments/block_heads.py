@@ -59,7 +59,7 @@ def evaluate(runs: Runs, steps: int, depth: int) -> ExperimentResult:
                      *(f"{tau([one for one in together if one.suite == suite]):.2f}" for suite in suites),
                      gains[name].text if name in gains else "-"])
     return ExperimentResult(
-        found=[f"{name}: tau {gain.text} of {MARGINALS}'s." for name, gain in gains.items()],
+        found=[f"{name}: tau {gain.text} over {MARGINALS}'s." for name, gain in gains.items()],
         measured=f"{len(runs[MARGINALS])} seeds, {steps} steps of 1024 tokens, {len(some)} held-out prompts, greedy, "
                  f"chain {depth}/1/{depth + 1}; 95 % intervals over prompts, paired.",
         limits=("Equal steps, not equal time: heads cost a few percent more.",
