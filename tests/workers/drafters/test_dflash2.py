@@ -239,10 +239,14 @@ def test_a_trained_selector_drafts_as_it_is_trained_and_is_trained_further(targe
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
-def test_training_does_not_continue_from_convolutions(target: TargetModel, tmp_path: Path) -> None:
-    directory = published(target, tmp_path / "drafter")
-    with pytest.raises(CheckpointInvalid, match="whose convolutions Eyrie does not train"):
+@pytest.mark.parametrize(("own", "part"), [
+    (SELECTOR, "convolutions"), *(({"selector_rank": 6, "selector_top_k": 5, key: 3.0}, "scaled or capped candidates")
+                                  for key in ("output_multiplier", "final_logit_softcapping"))])
+def test_training_does_not_continue_from_what_it_would_not_keep(own: dict[str, Any], part: str, target: TargetModel,
+                                                                tmp_path: Path) -> None:
+    directory = published(target, tmp_path / "drafter", own)
+    with pytest.raises(CheckpointInvalid, match=f"whose {part} Eyrie does not train"):
         load_drafter(directory)
-    with pytest.raises(InvalidInput, match="whose convolutions Eyrie does not train"):
+    with pytest.raises(InvalidInput, match=f"whose {part} Eyrie does not train"):
         require_agreement(DrafterSpec(family="dflash", init_from="z/dflash2"), "dflash",
                           json.loads((directory / "config.json").read_text()))

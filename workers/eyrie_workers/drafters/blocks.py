@@ -55,7 +55,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES, domino_sizes, markov_rank
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import DFLASH2
+from eyrie_api.planning.drafter_rules import DFLASH2, untrained_part
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -449,8 +449,8 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
 def load_drafter(directory: Path) -> DFlashDrafter:
     """To continue its training. Raises as `load`."""
     config, tensors = load(directory)
-    if _CONVOLVED in tensors:
-        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose convolutions Eyrie does not train",
+    if part := untrained_part(checkpoint.read_config(directory)["dflash_config"]):
+        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose {part} Eyrie does not train",
                                 "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
     drafter.load_state_dict({(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor

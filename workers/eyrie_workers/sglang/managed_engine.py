@@ -41,8 +41,9 @@ from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 
 GREEDY_ONLY = "SGLang's CPU backend verifies drafts greedily whatever the temperature"
-_GREEDY_ON_ROCM = ("SGLang verifies drafts greedily on AMD GPUs, whatever the temperature, unless benchmark.tree and "
-                   "tune.verifications name 'rejection'")
+_GREEDY_ON_ROCM = ("SGLang verifies drafts greedily on AMD GPUs, whatever the temperature, unless all are chains of a "
+                   "drafter with verification 'rejection' (benchmark.tree, tune.verifications; tune.top_k [1] and "
+                   "tune.ngram false)")
 _CONNECT_TIMEOUT_S = 30.0
 _SILENCE_TIMEOUT_S = 600.0
 """Between two chunks of a stream: the prefill of a long prompt behind others takes long on a CPU."""
