@@ -178,6 +178,30 @@ def check_loss_and_gradients(family: FamilyImplementation, drafter: DFlashDrafte
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def check_drafts(drafter: DFlashDrafter, ends: TargetEmbeddings, proposer: DFlashProposer, logits_of: LogitsOf) -> None:
+    """Chains, of the block and deeper, and trees are those of the plain logits along each path."""
+    state, texts = state_of_two_texts(proposer)
+    tree = proposer.propose(state, [0, 1], CHAIN)
+    wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
+    deeper = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS + 2, top_k=1, num_draft_tokens=STEPS + 3))
+    assert deeper.tokens[:, 1:STEPS + 1].tolist() == tree.tokens[:, 1:].tolist()
+    with torch.no_grad():
+        for row, (ids, aux) in enumerate(texts):
+            tokens = tree.tokens[row, 1:].tolist()
+            log_q = torch.stack(list(logits_of(drafter, ends, aux[:-1], [int(ids[-1]), *tokens]))).log_softmax(-1)
+            assert tokens == log_q.argmax(-1).tolist()
+            torch.testing.assert_close(tree.scores[row, 1:], log_q.max(-1).values.cumsum(0), rtol=0, atol=1e-4)
+            for node in range(1, 7):  # every node's score is of its own path
+                path, place = [], node
+                while place:
+                    path.append(int(wide.tokens[row, place]))
+                    place = int(wide.parents[row, place])
+                path.reverse()
+                log_q = torch.stack(list(logits_of(drafter, ends, aux[:-1], [int(ids[-1]), *path]))).log_softmax(-1)
+                score = sum(float(log_q[step, token]) for step, token in enumerate(path))
+                assert float(wide.scores[row, node]) == pytest.approx(score, abs=1e-4)
+
+
 def test_decoding_proposes_the_marginals_of_training(target: TargetModel, tmp_path: Path) -> None:
     drafter, ends = drafter_for(target), ends_of(target)
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)

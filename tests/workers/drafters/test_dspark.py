@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyrie_api.contract.drafter import DrafterSpec, MarkovHeadKind
-from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
@@ -25,18 +24,17 @@ from tests.workers.drafters.test_dflash import (
     LAYERS,
     STEPS,
     VOCAB,
+    check_drafts,
     check_loss_and_gradients,
     documents,
     ends_of,
     naive_stream,
-    state_of_two_texts,
     target,
 )
 
 __all__ = ["target"]  # the fixture
 RANK = 5
 KINDS: tuple[MarkovHeadKind, ...] = ("vanilla", "gated", "rnn")
-CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
 
 
 def drafter_for(target: TargetModel, kind: MarkovHeadKind = "vanilla", random: bool = True) -> DFlashDrafter:
@@ -122,24 +120,7 @@ def test_each_drafted_token_reads_the_one_before_it(kind: MarkovHeadKind, target
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
     proposer = open_drafter(tmp_path / "drafter", target)
     assert isinstance(proposer, DFlashProposer)
-    state, texts = state_of_two_texts(proposer)
-    tree = proposer.propose(state, [0, 1], CHAIN)
-    wide = proposer.propose(state, [0, 1], DraftTreeShape(num_steps=STEPS, top_k=2, num_draft_tokens=7))
-    with torch.no_grad():
-        for row, (ids, aux) in enumerate(texts):
-            tokens = tree.tokens[row, 1:].tolist()
-            log_q = torch.stack(naive_logits(drafter, ends, aux[:-1], [int(ids[-1]), *tokens])).log_softmax(-1)
-            assert tokens == log_q.argmax(-1).tolist()
-            torch.testing.assert_close(tree.scores[row, 1:], log_q.max(-1).values.cumsum(0), rtol=0, atol=1e-4)
-            for node in range(1, 7):  # every node's score is of its own path
-                path, place = [], node
-                while place:
-                    path.append(int(wide.tokens[row, place]))
-                    place = int(wide.parents[row, place])
-                path.reverse()
-                log_q = torch.stack(naive_logits(drafter, ends, aux[:-1], [int(ids[-1]), *path])).log_softmax(-1)
-                score = sum(float(log_q[step, token]) for step, token in enumerate(path))
-                assert float(wide.scores[row, node]) == pytest.approx(score, abs=1e-4)
+    check_drafts(drafter, ends, proposer, naive_logits)
 
 
 def test_a_new_drafter_proposes_the_marginals_alone(target: TargetModel) -> None:
