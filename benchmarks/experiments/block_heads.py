@@ -62,7 +62,7 @@ def evaluate(runs: Runs, steps: int, depth: int) -> ExperimentResult:
         found=[f"{name}: tau {gain.text} over {MARGINALS}'s." for name, gain in gains.items()],
         measured=f"{len(runs[MARGINALS])} seeds, {steps} steps of 1024 tokens, {len(some)} held-out prompts, greedy, "
                  f"chain {depth}/1/{depth + 1}; 95 % intervals over prompts, paired.",
-        limits=("Equal steps, not equal time: heads cost a few percent more.",
+        limits=("Equal steps, not equal time.",
                 "Domino and DSpark let the settled token's position propose, DFlash and the selector do not."),
         columns=("drafter", "tau by seed", "interval, first seed", *suites, f"over {MARGINALS}"), table=rows,
         figure=lambda: figure(gains))

@@ -50,7 +50,7 @@ LARGER = {"8B": (LLAMA_8B, 1, 2.0), "32B": (OLMO_32B, 2, 2.0), "235B mixture": (
 """Targets, their GPUs, and bytes of a weight."""
 
 DRAFTERS = {name: DrafterSpec(family=name) for name, row in FAMILIES.items() if not row.of_target} | {
-    f"dflash, {head}": DrafterSpec(family="dflash", causal_head=head) for head in ("domino", "selector")}
+    f"dflash + {head}": DrafterSpec(family="dflash", causal_head=head) for head in ("domino", "selector")}
 _USERS = (1, 64)
 _BEST, _MORE_SEEDS = 4, (1, 2)
 

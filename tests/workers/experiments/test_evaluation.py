@@ -163,11 +163,11 @@ def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_d
 
 
 def test_heads_of_blocks_are_compared_with_the_marginals_over_all_seeds() -> None:
-    runs = {"dflash": [counted([1.8, 2.0, 1.9])] * 2, "dflash, domino": [counted([2.7, 3.0, 2.8])] * 2}
+    runs = {"dflash": [counted([1.8, 2.0, 1.9])] * 2, "dflash + domino": [counted([2.7, 3.0, 2.8])] * 2}
     finding = block_heads.evaluate(runs, 240, 5)
-    assert finding.found == [f"dflash, domino: tau {block_heads.over_marginals(runs)['dflash, domino'].text} over "
+    assert finding.found == [f"dflash + domino: tau {block_heads.over_marginals(runs)['dflash + domino'].text} over "
                              "dflash's."]
-    assert [row[0] for row in finding.table] == ["dflash", "dflash, domino"]
+    assert [row[0] for row in finding.table] == ["dflash", "dflash + domino"]
     assert finding.table[0][-1] == "-"
     assert finding.table[1][-1].startswith("+4")
 
