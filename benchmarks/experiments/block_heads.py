@@ -1,8 +1,9 @@
 """What a head that reads the drafted tokens adds to a block of marginals.
 
 DFlash drafts a block in one pass, so that a later token does not know the earlier ones. Domino's GRU, DFlash2's
-selector (here without its convolutions) and DSpark's Markov head read them. All are trained on the same states for the
-same steps, at their families' own learning rate, and draft the same chain.
+selector (with its convolutions and without them), LiLiCorr's comparison of candidates and DSpark's Markov head read
+them. All are trained on the same states for the same steps, at their families' own learning rate, and draft the same
+chain.
 
     python -m benchmarks.experiments.block_heads [--short] [--job demo|published] --out DIR
 """
@@ -63,7 +64,7 @@ def evaluate(runs: Runs, steps: int, depth: int) -> ExperimentResult:
         measured=f"{len(runs[MARGINALS])} seeds, {steps} steps of 1024 tokens, {len(some)} held-out prompts, greedy, "
                  f"chain {depth}/1/{depth + 1}; 95 % intervals over prompts, paired.",
         limits=("Equal steps, not equal time.",
-                "Domino and DSpark let the settled token's position propose, DFlash and the selector do not."),
+                "Domino and DSpark let the settled token's position propose, the others do not."),
         columns=("drafter", "tau by seed", "interval, first seed", *suites, f"over {MARGINALS}"), table=rows,
         figure=lambda: figure(gains))
 

@@ -18,6 +18,7 @@ The seconds of training are those of a machine that does nothing else.
 import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import get_args
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ from benchmarks.experiments.workspace import Trained, Workspace
 from benchmarks.figure_style import new_figure, ratios, title
 from benchmarks.plans import LLAMA_8B, OLMO_32B, QWEN_235B, served_by_sglang
 from eyrie_api.contract.data import DataSource, DataSpec
-from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.drafter import CausalHead, DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
@@ -50,7 +51,7 @@ LARGER = {"8B": (LLAMA_8B, 1, 2.0), "32B": (OLMO_32B, 2, 2.0), "235B mixture": (
 """Targets, their GPUs, and bytes of a weight."""
 
 DRAFTERS = {name: DrafterSpec(family=name) for name, row in FAMILIES.items() if not row.of_target} | {
-    f"dflash + {head}": DrafterSpec(family="dflash", causal_head=head) for head in ("domino", "selector")}
+    f"dflash + {head}": DrafterSpec(family="dflash", causal_head=head) for head in get_args(CausalHead)}
 _USERS = (1, 64)
 _BEST, _MORE_SEEDS = 4, (1, 2)
 

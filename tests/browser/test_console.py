@@ -102,7 +102,7 @@ def test_cancel_retry_and_delete_by_button_and_a_question_first(
     page.get_by_role("button", name="Delete").click()
     page.wait_for_url(address(plane), timeout=_PATIENCE_MS)
     assert plane.http.get(f"/v1alpha1/jobs/{job}").status_code == 404
-    # What the page was still reading of the job when it went (files, figures) is answered with 404, and the browser logs it.
+    # What the page was still reading of the job when it went (files, figures) is answered with 404, which is logged.
     assert [one for one in faults if not ("404" in one and job in one)] == []
 
 

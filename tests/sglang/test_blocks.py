@@ -3,13 +3,12 @@
 SGLang 0.5.23 refuses DFLASH and DSPARK on a CPU, and launch lines of ours with it; so the line is the tests' own, and
 `environment/stand_in/block_workers.py` lets the workers in. Of a round, SGLang's are: the class that loads the
 checkpoint, the features it makes of the target's layers, their keys and values in its cache, the block's forward, the
-proposals (greedy over the target's head; Markov head; Domino's rollout; DFlash2's convolutions and selector), the
-target's verification, acceptance, the commit of the accepted positions' features, and the scheduler around them. Stood
-in for are attention and the tables of slots (`sgl_kernel`), and what `block_workers` names.
+proposals (greedy over the target's head; Markov head; Domino's rollout; DFlash2's convolutions and selector; LiLiCorr's
+candidates), the target's verification, acceptance, the commit of the accepted positions' features, and the scheduler
+around them. Stood in for are attention and the tables of slots (`sgl_kernel`), and what `block_workers` names.
 """
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.sglang.process import SglangServer
-from tests.dflash2 import make_dflash2
 from tests.sglang.servers import drafting, flags, serving
 from tests.sglang.test_families import assert_same_rounds
 from tests.sglang.test_parity import parity
@@ -28,31 +26,29 @@ from tests.sglang.trained_drafter import BLOCK, trained_drafter
 CHAIN = DraftTreeShape(num_steps=BLOCK, top_k=1, num_draft_tokens=BLOCK + 1)
 
 
-@pytest.mark.parametrize("family", [pytest.param("dflash", marks=pytest.mark.slow), "dspark", "domino", "selector"])
+@pytest.mark.parametrize("family", [pytest.param("dflash", marks=pytest.mark.slow), "dspark", "domino",
+                                    pytest.param("selector", marks=pytest.mark.slow), "dflash2", "lilicorr"])
 def test_a_block_is_drafted_and_verified_as_in_the_reference_engine(
         family: str, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter = trained_drafter(family)
     with serving(flags(*drafting(drafter, CHAIN)), tmp_path) as drafted:
         assert_same_rounds(parity(family, plain, drafted, drafter, CHAIN, prompts))
-        assert_same_rounds(parity(family, plain, drafted, drafter, CHAIN, prompts, in_flight=4))
+        # Of several requests SGLang may score a LiLiCorr block after a neighbour's last position.
+        together = parity(family, plain, drafted, drafter, CHAIN, prompts, in_flight=4)
+        if family == "lilicorr":
+            assert together.identical == together.prompts
+        else:
+            assert_same_rounds(together)
 
 
 @pytest.mark.parametrize(("family", "size"), [("dspark", ("--speculative-dspark-block-size", "2")),
-                                              ("domino", ("--speculative-dflash-block-size", "3"))])
+                                              ("domino", ("--speculative-dflash-block-size", "3")),
+                                              ("lilicorr", ("--speculative-dflash-block-size", "3"))])
 def test_a_block_shorter_than_the_trained_one_is_drafted_as_in_the_reference_engine(
         family: str, size: tuple[str, str], plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter, shorter = trained_drafter(family), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
     with serving(flags(*drafting(drafter, shorter), *size), tmp_path) as drafted:
         assert_same_rounds(parity(family, plain, drafted, drafter, shorter, prompts))
-
-
-def test_a_selector_and_convolutions_propose_what_they_do_in_the_reference_engine(
-        plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
-    """DFlash2: the trained block, with random weights that change proposals and leave some accepted."""
-    drafter = make_dflash2(Path(shutil.copytree(trained_drafter("dflash"), tmp_path / "dflash2")), {
-        "selector_rank": 32, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}, 0.2, 0.01)
-    with serving(flags(*drafting(drafter, CHAIN)), tmp_path) as drafted:
-        assert_same_rounds(parity("dflash2", plain, drafted, drafter, CHAIN, prompts))
 
 
 def test_sglang_verifies_as_much_of_a_block_as_its_confidences_pay_for(plain: SglangServer, prompts: list[list[int]],

@@ -13,11 +13,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSource, DataSpec
-from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.drafter import CausalHead, DrafterSpec
 from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.reports import TrainReport
@@ -41,10 +42,9 @@ _RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
                    TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
     "dflash": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK),
                TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
-    "domino": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK, causal_head="domino"),
-               TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
-    "selector": (DrafterSpec(family="dflash", max_draft_tokens=BLOCK, causal_head="selector"),
-                 TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    **{head: (DrafterSpec(family="dflash", max_draft_tokens=BLOCK, causal_head=head),
+              TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024))
+       for head in get_args(CausalHead)},
     "dspark": (DrafterSpec(family="dspark", max_draft_tokens=BLOCK, markov_head="gated"),
                TrainSpec(learning_rate=2e-3, epochs=4.0, num_checkpoints=1, max_tokens_per_batch=1024)),
 }

@@ -8,6 +8,7 @@ from eyrie_api.contract.families import FAMILIES, Family
 from eyrie_api.contract.model import Frozen
 
 MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
+CausalHead = Literal["domino", "selector", "dflash2", "lilicorr"]
 
 
 class PublishedDrafter(Frozen):
@@ -81,10 +82,11 @@ class DrafterSpec(Frozen):
     markov_rank: int | None = Field(None, ge=1, le=4096)
     """Width of that row. Default: 256, of a small target half its width."""
 
-    causal_head: Literal["domino", "selector"] | None = None
+    causal_head: CausalHead | None = None
     """What of `dflash` reads the drafted tokens of a block, so that later ones agree with earlier ones (experimental):
     `domino`, a GRU and a correction of low rank; `selector`, DFlash2's choice among the likeliest tokens of each
-    position. Default: nothing, each is a marginal."""
+    position; `dflash2`, the same with its convolutions within the block; `lilicorr`, a transformer that compares the
+    likeliest tokens of all positions. Default: nothing, each is a marginal."""
 
     @property
     def head(self) -> PublishedDrafter | None:

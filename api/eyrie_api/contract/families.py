@@ -12,6 +12,7 @@ what its leaderboard measures.
     H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens looked ahead, M rank of a Markov head
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -201,9 +202,8 @@ def _standalone_parameters(sizes: DrafterSizes) -> int:
 def _dflash_parameters(sizes: DrafterSizes) -> int:
     # Fusion, and a few layers at the target's width.
     target, hidden = sizes.target, sizes.target.hidden_size
-    layers = sizes.num_layers or max(1, min(5, target.num_layers // 6))
-    return (sizes.num_aux_layers * hidden**2 + layers * (target.attention_parameters(hidden) + sizes.mlp_parameters)
-            + _causal_parameters(sizes))
+    return (sizes.num_aux_layers * hidden**2 + _dflash_layers(sizes) * (
+        target.attention_parameters(hidden) + sizes.mlp_parameters) + _causal_parameters(sizes))
 
 
 def domino_sizes(hidden_size: int) -> tuple[int, int]:
@@ -212,11 +212,35 @@ def domino_sizes(hidden_size: int) -> tuple[int, int]:
     return max(1, hidden_size // 4), max(1, min(256, hidden_size // 2))
 
 
+def convolution_sizes(hidden_size: int) -> tuple[int, int]:
+    """Taps, and channels of a group, of DFlash2's convolutions: the published 2 and 16, or what divides the width."""
+    return 2, math.gcd(16, hidden_size)
+
+
+def lilicorr_width(hidden_size: int) -> int:
+    """Width of LiLiCorr's head: the recipe's 1024 of a width of 4096, for eight attention heads."""
+    return max(1, hidden_size // 32) * 8
+
+
 def _causal_parameters(sizes: DrafterSizes) -> int:
     hidden, (state, rank) = sizes.target.hidden_size, domino_sizes(sizes.target.hidden_size)
+    selector = (2 * sizes.output_vocab_size + hidden) * rank
     if sizes.causal_head == "domino":
         return (hidden + state) * (3 * state + rank) + rank * sizes.output_vocab_size
-    return (2 * sizes.output_vocab_size + hidden) * rank if sizes.causal_head == "selector" else 0
+    if sizes.causal_head == "lilicorr":
+        # Three projections from the block, one of the features, two layers, the input of the factors, three of them.
+        width = lilicorr_width(hidden)
+        return 3 * hidden * width + (1 + 2 * 8 + 3 + 3) * width**2
+    return {"selector": selector, "dflash2": selector + _convolution_parameters(sizes)}.get(sizes.causal_head or "", 0)
+
+
+def _dflash_layers(sizes: DrafterSizes) -> int:
+    return sizes.num_layers or max(1, min(5, sizes.target.num_layers // 6))
+
+
+def _convolution_parameters(sizes: DrafterSizes) -> int:
+    hidden, (taps, group) = sizes.target.hidden_size, convolution_sizes(sizes.target.hidden_size)
+    return 2 * _dflash_layers(sizes) * 2 * taps * hidden * (hidden // group + 1)
 
 
 def _output_matrix(sizes: DrafterSizes) -> int:
@@ -224,9 +248,12 @@ def _output_matrix(sizes: DrafterSizes) -> int:
 
 
 def _dflash_drafting_weights(sizes: DrafterSizes, depth: int) -> int:
-    # The layers once; Domino's head for every token but the first; of a selector the rows of candidates, which are few.
-    reads = depth - 1 if sizes.causal_head == "domino" else 0
-    return _dflash_parameters(sizes) + _output_matrix(sizes) + (reads - 1) * _causal_parameters(sizes)
+    # The layers once; Domino's head for every token but the first, LiLiCorr's once; of a selector the rows of
+    # candidates, which are few.
+    body = _dflash_parameters(sizes) + _output_matrix(sizes) - _causal_parameters(sizes)
+    reads = {"domino": (depth - 1) * _causal_parameters(sizes), "lilicorr": _causal_parameters(sizes),
+             "dflash2": _convolution_parameters(sizes)}
+    return body + reads.get(sizes.causal_head or "", 0)
 
 
 def _dflash_training_passes(train: TrainSpec, max_draft_tokens: int) -> float:
@@ -302,8 +329,8 @@ _ROWS = (
         drafting_cost="a small language model per token", quickstart_speedup=1.80),
     DrafterFamily(
         name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
-        architecture="DFlashDraftModel", read_architectures=("DFlash2DraftModel",), target_states="fused",
-        whole_vocabulary=True,
+        architecture="DFlashDraftModel", read_architectures=("DFlash2DraftModel", "LiLiCorrDraftModel"),
+        target_states="fused", whole_vocabulary=True,
         parameters=_dflash_parameters, training_passes=_dflash_training_passes, sglang_algorithm="DFLASH",
         drafting_weights=_dflash_drafting_weights,
         variant_fields=("causal_head",),

@@ -33,6 +33,8 @@ from eyrie_api.planning.drafter_rules import (
     DFLASH2,
     DOMINO_KEYS,
     LAYER_IDS,
+    LILICORR,
+    LILICORR_KEYS,
     Finding,
     Header,
     Target,
@@ -114,6 +116,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
             "projector_type": "domino", **_block_section(config)}}, _DFLASH
     if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
         return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
+    if names == [LILICORR] or _block_section(config).get("projector_type") == "lilicorr":
+        return Form("dflash", _dflash(config, num_layers) | {"architectures": [LILICORR]}, _stored)
     family = next((row.name for row in FAMILIES.values()
                    if names == [row.architecture] and row.of_target == holds_mtp_layers(config)), None)
     if family is None:
@@ -257,7 +261,8 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         raise InvalidInput("is_causal is true: in the blocks that Eyrie computes every position sees the whole block",
                            "serve this one in SGLang")
     settings = {key: value for key, value in own.items()
-                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key])) and (key, value) != _IS_DFLASH2}
+                if not (key in _NEUTRAL and value in (None, _NEUTRAL[key]))
+                and (key, value) not in (_IS_DFLASH2, ("projector_type", "lilicorr"), ("lilicorr_enabled", True))}
     for key, absent in (("block_size", None), ("num_target_layers", num_layers), ("mask_token_id", None),
                         ("target_layer_ids", _spread_layers(config.get("num_hidden_layers"), num_layers))):
         value = settings.get(key, config.get(key))
@@ -350,8 +355,9 @@ def own_settings(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
             settings |= {"markov_head": config["markov_head_type"], "markov_rank": config["markov_rank"]}
         if family == "dflash":
             own = config["dflash_config"]
-            settings["causal_head"] = ("domino" if "gru_hidden_dim" in own else
-                                       "selector" if "selector_rank" in own else None)
+            selector = "dflash2" if own.get("conv_kernel_size") else "selector"
+            settings["causal_head"] = ("domino" if "gru_hidden_dim" in own else "lilicorr" if LILICORR_KEYS[0] in own
+                                       else selector if "selector_rank" in own else None)
         return settings
     shape = eagle3_rules.shape_of(config)
     return settings | {

@@ -111,24 +111,18 @@ def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _SERVED_BY = {
-    "LiLiCorrDraftModel": ("a LiLiCorr drafter, whose reranker", "DFLASH"),
     "DFlashLagunaForCausalLM": ("a DFlash drafter of Laguna, whose gates", "DFLASH"),
     "Eagle3DeepseekV2ForCausalLM": ("an EAGLE-3 drafter with MLA, whose attention", "EAGLE3"),
 }
 """Architectures of drafters that SGLang 0.5.23 serves and Eyrie does not compute: what they are, and the algorithm."""
 
-DFLASH2 = FAMILIES["dflash"].read_architectures[0]
-_PROJECTORS = {"lilicorr": "LiLiCorrDraftModel"}
-"""`dflash_config.projector_type` -> architecture, where a trainer writes that of DFlash (Model Optimizer)."""
+DFLASH2, LILICORR = FAMILIES["dflash"].read_architectures
 
 
 def foreign_architecture(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """What drafter of another kind the config is of, and where it is served; None: not known as one."""
-    names, own = config.get("architectures"), config.get("dflash_config")
-    own = own if isinstance(own, Mapping) else {}
+    names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    if name == FAMILIES["dflash"].architecture:
-        name = _PROJECTORS.get(str(own.get("projector_type")), name)
     if name not in _SERVED_BY:
         return None
     what, algorithm = _SERVED_BY[name]
@@ -201,6 +195,11 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
         if fault := _selector_fault(own, config["hidden_size"], config["vocab_size"]):
             yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
             return
+    if config.get("architectures") == [LILICORR]:
+        known |= {*LILICORR_KEYS} | set(own) & {*_CONVOLUTION_KEYS}
+        if fault := _lilicorr_fault(own, config["hidden_size"], config["vocab_size"]):
+            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
+            return
     if own.get("projector_type") == "domino":
         known |= {"projector_type", *DOMINO_KEYS}
         if fault := _domino_fault(own):
@@ -240,7 +239,26 @@ def _domino_fault(own: Mapping[str, Any]) -> str | None:
     return None
 
 
-_SELECTOR_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+LILICORR_KEYS = tuple(f"lilicorr_{name}" for name in (
+    "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim", "vector_eps", "logit_scale"))
+_CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+_SELECTOR_KEYS = ("selector_rank", "selector_top_k", *_CONVOLUTION_KEYS)
+
+
+def _lilicorr_fault(own: Mapping[str, Any], hidden: int, vocab: int) -> str | None:
+    """The first fault of what LiLiCorr adds to `dflash_config`; SGLang 0.5.23 has the same rules."""
+    for key in LILICORR_KEYS[:4] + LILICORR_KEYS[5:6]:
+        if not _whole(own.get(key), 0 if key == "lilicorr_hidden_size" else 1, None):
+            return f"{key} is {own.get(key)!r}, not a positive whole number"
+    for key in ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale"):
+        if not _positive(own.get(key)):
+            return f"{key} is {own.get(key)!r}, not a positive number"
+    top_k, width, heads = (own[f"lilicorr_{name}"] for name in ("candidate_topk", "hidden_size", "num_heads"))
+    if top_k & (top_k - 1) or top_k > min(16, vocab):
+        return f"lilicorr_candidate_topk is {top_k}, not a power of two up to 16"
+    if (width or hidden) % heads:
+        return f"lilicorr_num_heads is {heads}, which does not divide a width of {width or hidden}"
+    return _convolution_fault(own, hidden)
 
 
 def _selector_fault(own: Mapping[str, Any], hidden: int, vocab: int) -> str | None:
@@ -248,20 +266,21 @@ def _selector_fault(own: Mapping[str, Any], hidden: int, vocab: int) -> str | No
     if not (_whole(own.get("selector_rank"), 1, None) and _whole(own.get("selector_top_k"), 1, vocab)):
         return (f"selector_rank is {own.get('selector_rank')!r} and selector_top_k {own.get('selector_top_k')!r}, not "
                 f"positive whole numbers, the second up to {vocab}")
+    for key in ("output_multiplier", "final_logit_softcapping"):
+        if own.get(key) is not None and not _positive(own[key]):
+            return f"{key} is {own[key]!r}, not a positive number"
+    return _convolution_fault(own, hidden)
+
+
+def _convolution_fault(own: Mapping[str, Any], hidden: int) -> str | None:
     taps, group = own.get("conv_kernel_size") or 0, own.get("conv_group_size") or 0
     if (taps, group) != (0, 0) and not (_whole(taps, 1, 16) and _whole(group, 1, hidden) and hidden % group == 0):
         return f"conv_kernel_size is {taps!r} and conv_group_size {group!r}, not up to 16 and a divisor of {hidden}"
-    for key in ("output_multiplier", "final_logit_softcapping"):
-        value = own.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            return f"{key} is {value!r}, not a positive number"
     return None
 
 
 def untrained_part(own: Mapping[str, Any]) -> str | None:
     """What of a DFlash2 drafter with this `dflash_config` Eyrie drafts with and does not train; None: nothing."""
-    if own.get("conv_kernel_size"):
-        return "convolutions"
     if own.get("final_logit_softcapping") or own.get("output_multiplier") not in (None, 1.0):
         return "scaled or capped candidates"
     return None
@@ -298,6 +317,10 @@ def heads_rules(family: str, shared_output: bool, config: Mapping[str, Any]) -> 
     if config["truncated_vocab_size"] > config["vocab_size"]:
         yield error("contract", f"truncated_vocab_size {config['truncated_vocab_size']} is more than vocab_size "
                     f"{config['vocab_size']}", again)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _whole(value: object, least: int, most: int | None) -> bool:
@@ -344,6 +367,8 @@ def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[
     own = config["dflash_config"]
     num_aux = len(own["target_layer_ids"])
     layers |= _dflash2_tensors(config, sizes)
+    if "lilicorr_hidden_size" in own:
+        layers |= _lilicorr_tensors(own, hidden)
     if "gru_hidden_dim" in own:
         state, rank = own["gru_hidden_dim"], own["emb_dim"]
         layers |= {"prefix_gru.weight_ih_l0": (3 * state, hidden), "prefix_gru.weight_hh_l0": (3 * state, state),
@@ -368,6 +393,30 @@ def _dflash2_tensors(config: Mapping[str, Any], sizes: TargetFacts) -> dict[str,
             added |= {f"{name}base_kernel": (2, taps, hidden),
                       f"{name}kernel_projection.weight": (2 * taps * (hidden // own["conv_group_size"]), hidden)}
     return added
+
+
+def _lilicorr_tensors(own: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    top_k, width, num_layers, heads, ratio, factor = (own[key] for key in LILICORR_KEYS[:6])
+    width, slots = width or hidden, own["block_size"] - 1
+    products = {"pass_hidden_proj": (width, hidden), "context_proj": (width, hidden),
+                "feature_mlp.up_proj": (width, 5), "feature_mlp.down_proj": (width, width),
+                "factor_input_proj": (width, 3 * width), "out_head": (factor, width), "in_head": (factor, width),
+                "anchor_out_head": (factor, width)}
+    if width != hidden:
+        products["token_proj"] = (width, hidden)
+    named: dict[str, tuple[int, ...]] = {
+        "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, slots, 1, width),
+        "rank_embedding": (1, 1, 1, top_k, width), "relative_slot_bias": (heads, 2 * slots + 1),
+        "same_slot_bias": (heads,), "output_norm.weight": (width,), "anchor_norm.weight": (width,)}
+    for layer in (f"layers.{number}." for number in range(num_layers)):
+        inner = int(width * ratio)
+        products |= {f"{layer}attn.out_proj": (width, width), f"{layer}mlp.up_proj": (inner, width),
+                     f"{layer}mlp.down_proj": (width, inner)}
+        named |= {f"{layer}attn.in_proj_weight": (3 * width, width), f"{layer}attn.in_proj_bias": (3 * width,),
+                  f"{layer}attn_norm.weight": (width,), f"{layer}mlp_norm.weight": (width,)}
+    for name, shape in products.items():
+        named |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {f"lilicorr.{name}": shape for name, shape in named.items()}
 
 
 def _markov_tensors(kind: str, rank: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:

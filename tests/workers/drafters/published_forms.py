@@ -209,6 +209,42 @@ def dflash2() -> Published:
                          f"{name}hidden_projection.weight": (4, HIDDEN)}, torch.bfloat16))
 
 
+def dflash2_of_model_optimizer() -> Published:
+    """Model Optimizer's DFlash2: the architecture of DFlash, and candidates as the target's head has them."""
+    made = dflash2()
+    own = {key: value for key, value in made.config["dflash_config"].items()
+           if key not in ("output_multiplier", "final_logit_softcapping")}
+    return Published(made.config | {"architectures": ["DFlashDraftModel"],
+                                    "dflash_config": own | {"projector_type": "dflash2"}}, made.tensors)
+
+
+def lilicorr() -> Published:
+    """Model Optimizer's LiLiCorr: the architecture of DFlash, and a head of one layer."""
+    older, width = dflash_newer(), 8
+    slots = older.config["dflash_config"]["block_size"] - 1
+    own = {"projector_type": "lilicorr", "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": width,
+           "lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6,
+           "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8.0}
+    products = {"token_proj": (width, HIDDEN), "pass_hidden_proj": (width, HIDDEN), "context_proj": (width, HIDDEN),
+                "feature_mlp.up_proj": (width, 5), "feature_mlp.down_proj": (width, width),
+                "layers.0.attn.out_proj": (width, width), "layers.0.mlp.up_proj": (2 * width, width),
+                "layers.0.mlp.down_proj": (width, 2 * width), "factor_input_proj": (width, 3 * width),
+                "out_head": (6, width), "in_head": (6, width), "anchor_out_head": (6, width)}
+    head: dict[str, tuple[int, ...]] = {
+        "slot_embedding": (1, 1, slots, 1, width), "rank_embedding": (1, 1, 1, 4, width),
+        "relative_slot_bias": (2, 2 * slots + 1), "same_slot_bias": (2,), "feature_norm.weight": (5,),
+        "feature_norm.bias": (5,), "layers.0.attn.in_proj_weight": (3 * width, width),
+        "layers.0.attn.in_proj_bias": (3 * width,)}
+    for name, shape in products.items():
+        head |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    head |= dict.fromkeys((f"{name}.weight" for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm",
+                                                         "anchor_norm")), (width,))
+    return Published(older.config | {"architectures": ["DFlashDraftModel"],
+                                     "dflash_config": older.config["dflash_config"] | own},
+                     older.tensors | _random({f"lilicorr.{name}": shape for name, shape in head.items()},
+                                             torch.bfloat16))
+
+
 def domino() -> Published:
     """SpecForge's Domino: DFlash with a GRU over the drafted tokens; the rank at the top level, too."""
     plain, own = dflash(), {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True,
@@ -256,7 +292,8 @@ READ: dict[str, tuple[Callable[[], Published], str]] = {
     "SpecForge with layer ids": (specforge_with_layers, "eagle3"), "speculators": (speculators, "eagle3"),
     "speculators EAGLE-1": (speculators_eagle_1, "eagle1"), "Model Optimizer": (model_optimizer, "eagle3"),
     "AngelSlim": (angelslim, "eagle3"), "DFlash": (dflash, "dflash"), "DFlash, newer": (dflash_newer, "dflash"),
-    "DFlash2": (dflash2, "dflash"), "Domino": (domino, "dflash"),
+    "DFlash2": (dflash2, "dflash"), "LiLiCorr": (lilicorr, "dflash"), "Domino": (domino, "dflash"),
+    "DFlash2 of Model Optimizer": (dflash2_of_model_optimizer, "dflash"),
     "Domino by its class": (_changed(domino, architectures=["DominoDraftModel"]), "dflash"),
     "DSpark": (dspark, "dspark"), "DSpark of DeepSpec": (dspark_of_deepspec, "dspark"),
     "DSpark of Model Optimizer": (dspark_of_model_optimizer, "dspark")}

@@ -1,4 +1,4 @@
-"""DFlash2: a block as the formulas read plainly, the trees, what is refused, and how a selector is trained.
+"""DFlash2: a block as the formulas read plainly, the trees, what is refused, and how its two parts are trained.
 
 That SGLang's class proposes the same tokens is shown in `tests/sglang/test_blocks`.
 """
@@ -19,11 +19,12 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_forms import convert, require_agreement
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load_drafter
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.objective import StepContext
 from tests.dflash2 import make_dflash2
@@ -31,6 +32,7 @@ from tests.workers.drafters.test_dflash import (
     CHAIN,
     FIRST_STEP,
     HIDDEN,
+    LAYERS,
     STEPS,
     VOCAB,
     apply_rotary,
@@ -61,7 +63,7 @@ def convolved(t: Mapping[str, Tensor], name: str, side: int, normed: Tensor, x: 
         delta = (t[f"{name}kernel_projection.weight"] @ normed[place]).view(2, base.shape[1], -1)[side]
         total = torch.zeros(HIDDEN)
         for tap in range(min(base.shape[1], place + 1)):
-            total += (base[side, tap] + delta[tap].repeat_interleave(SELECTOR["conv_group_size"])) * x[place - tap]
+            total += (base[side, tap] + delta[tap].repeat_interleave(HIDDEN // delta.shape[1])) * x[place - tap]
         places.append(total)
     return torch.stack(places)
 
@@ -180,6 +182,35 @@ def test_every_published_name_becomes_one(names: list[str], target: TargetModel,
     assert form.name_of("candidate_selector.successor_codebook") == "candidate_selector.successor_codebook"
 
 
+def test_convolutions_are_trained_as_the_formulas_read_and_as_they_are_decoded(target: TargetModel,
+                                                                              tmp_path: Path) -> None:
+    drafter, ends, packed = drafter_for(target, causal_head="dflash2"), ends_of(target), documents((9, 12))
+    FAMILY.save(tmp_path, drafter, "float32", None)
+    objective = FAMILY.objective(drafter, ends, TrainSpec(unrolled_fraction=1.0), 12, torch.float32)
+    plan = objective.plan(packed, FIRST_STEP)
+    states = objective.predict(packed, plan, False).states
+    for row in (0, 1):
+        root = int(plan.roots[row])
+        expected = naive_states(tmp_path, target, ends, packed.aux[:root + 1], int(packed.token_ids[root + 1]))
+        found = torch.stack([of_step[row] for of_step in states]).detach()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    objective(packed, FIRST_STEP).loss.backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in drafter.parameters())
+    assert isinstance(open_drafter(tmp_path, target), DFlashProposer)
+    again = load_drafter(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_a_new_convolution_passes_on_its_own_place(target: TargetModel) -> None:
+    vocabulary = DraftVocabulary(torch.arange(VOCAB), VOCAB)
+    drafter = create(DrafterSpec(family="dflash", max_draft_tokens=STEPS, num_layers=1, causal_head="dflash2"),
+                     target.config, ends_of(target), LAYERS, vocabulary, 1)
+    kernel = drafter.state_dict()["layers.0.mlp_conv.base_kernel"]
+    assert kernel.shape == (2, 2, HIDDEN)
+    assert bool((kernel[:, 0] == 1).all())
+    assert not bool(kernel[:, 1].any())
+
+
 def test_a_selectors_loss_is_its_cross_entropy_with_the_true_token_among_the_candidates(target: TargetModel) -> None:
     generator, ends = torch.Generator().manual_seed(5), ends_of(target)
     selector = drafter_for(target, causal_head="selector").candidate_selector
@@ -239,14 +270,11 @@ def test_a_trained_selector_drafts_as_it_is_trained_and_is_trained_further(targe
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
-@pytest.mark.parametrize(("own", "part"), [
-    (SELECTOR, "convolutions"), *(({"selector_rank": 6, "selector_top_k": 5, key: 3.0}, "scaled or capped candidates")
-                                  for key in ("output_multiplier", "final_logit_softcapping"))])
-def test_training_does_not_continue_from_what_it_would_not_keep(own: dict[str, Any], part: str, target: TargetModel,
-                                                                tmp_path: Path) -> None:
-    directory = published(target, tmp_path / "drafter", own)
-    with pytest.raises(CheckpointInvalid, match=f"whose {part} Eyrie does not train"):
+@pytest.mark.parametrize("key", ["output_multiplier", "final_logit_softcapping"])
+def test_training_does_not_continue_from_what_it_would_not_keep(key: str, target: TargetModel, tmp_path: Path) -> None:
+    directory = published(target, tmp_path / "drafter", SELECTOR | {key: 3.0})
+    with pytest.raises(CheckpointInvalid, match="whose scaled or capped candidates Eyrie does not train"):
         load_drafter(directory)
-    with pytest.raises(InvalidInput, match=f"whose {part} Eyrie does not train"):
+    with pytest.raises(InvalidInput, match="whose scaled or capped candidates Eyrie does not train"):
         require_agreement(DrafterSpec(family="dflash", init_from="z/dflash2"), "dflash",
                           json.loads((directory / "config.json").read_text()))

@@ -1,13 +1,13 @@
 """The table of families agrees with the implementations: names, states read, sizes."""
 
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import pytest
 import torch
 
 from eyrie_api.contract.data import DataSource, DataSpec
-from eyrie_api.contract.drafter import DrafterSpec
+from eyrie_api.contract.drafter import CausalHead, DrafterSpec
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.targets import TargetSpec
@@ -65,10 +65,10 @@ def test_a_family_reads_the_states_of_its_row(name: str) -> None:
     assert family_named(name).layers(AUX_LAYERS, 9) == layers
 
 
-@pytest.mark.parametrize(("name", "head"), [*((name, None) for name in NAMES), ("dflash", "domino"),
-                                            ("dflash", "selector")])
+@pytest.mark.parametrize(("name", "head"), [*((name, None) for name in NAMES),
+                                            *(("dflash", head) for head in get_args(CausalHead))])
 def test_a_plans_estimate_of_a_drafters_size_is_within_a_tenth(
-        name: str, head: Literal["domino", "selector"] | None, target_dir: Path) -> None:
+        name: str, head: CausalHead | None, target_dir: Path) -> None:
     config = read_config(target_dir)
     embeddings = read_target_embeddings(target_dir, config.tie_word_embeddings)
     spec = DrafterSpec(family=name, draft_vocab_size=64, max_draft_tokens=3, causal_head=head)

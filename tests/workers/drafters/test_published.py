@@ -124,7 +124,7 @@ def test_a_drafter_as_its_authors_publish_it_is_adopted_drafts_and_is_trained_fu
     assert adopt(published, tmp_path / "out", path).name == family
     assert bool(drafts(tmp_path / "out", target).isfinite().all())
     if form == "DFlash2":
-        with pytest.raises(InvalidInput, match="whose convolutions Eyrie does not train"):
+        with pytest.raises(InvalidInput, match="whose scaled or capped candidates Eyrie does not train"):
             load_head(DrafterSpec(family=family, init_from=str(published)), family_named(family), path)
         return
     head = load_head(DrafterSpec(family=family, init_from=str(published)), family_named(family), path)
@@ -164,7 +164,8 @@ MORE_KEYS = ("sliding_window", "layer_types", "rope_parameters", "num_aux_hidden
              "quantization_config", "eagle_config", "eagle_aux_hidden_state_layer_ids", "dflash_config")
 
 
-@pytest.mark.parametrize("form", ["EAGLE-1", "SpecForge with layer ids", "speculators", "DFlash, newer", "DFlash2"])
+@pytest.mark.parametrize("form", ["EAGLE-1", "SpecForge with layer ids", "speculators", "DFlash, newer", "DFlash2",
+                                  "LiLiCorr"])
 def test_submission_and_stage_agree_on_a_config_with_any_value_in_any_key(
         form: str, tmp_path: Path, of_the_forms: tuple[Path, TargetModel]) -> None:
     """80 of the changes at random: what is accepted is adopted and loads, what is refused is refused there too."""

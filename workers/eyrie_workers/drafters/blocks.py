@@ -1,5 +1,6 @@
 """Drafters of blocks: DFlash (arXiv:2602.06036), and with a head that reads the drafted tokens DSpark
-(arXiv:2607.05147, `markov_head`) and Domino (arXiv:2605.29707, `domino`).
+(arXiv:2607.05147, `markov_head`), Domino (arXiv:2605.29707, `domino`), DFlash2 (`dflash2`) and LiLiCorr
+(arXiv:2608.20530, `lilicorr`).
 
 EAGLE drafts one token per pass; these a whole block. The last settled token x_{i+1} is followed by mask tokens, and one
 pass through a few layers gives marginals for the tokens after it:
@@ -13,6 +14,8 @@ pass through a few layers gives marginals for the tokens after it:
     DSpark           p_s = softmax(W_head norm(h_s) + W_2 z_s): the position before proposes, the settled token's too,
                      and z_s reads the token before (`markov_head`); S = C
     Domino           the same with z_s of all drafted tokens before, and S = C - 1 (`domino`)
+    DFlash2          DFlash's positions; the softmax of scores over a few candidates of each position (`dflash2`)
+    LiLiCorr         the same with other scores, of all positions' candidates at once (`lilicorr`)
 
 The features enter each layer as keys and values only; settled positions run neither attention nor MLP. Embedding and
 output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
@@ -34,8 +37,7 @@ tokenizer that does not end answers (reserved and image tokens come last), or th
 stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
 
 SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. `tests/sglang/test_blocks` runs its
-workers on a CPU, with kernels replaced: they accept the same tokens as Eyrie's engine from these exports. A block of
-DFlash2, which others train, has two parts more (`drafters.dflash2`).
+workers on a CPU, with kernels replaced: they accept the same tokens as Eyrie's engine from these exports.
 
     T packed tokens, A aux layers, R roots, S steps, C block positions, L layers, B rows, H hidden, V vocabulary,
     K kv heads, W query heads per kv head, E head size, M rank of the Markov head
@@ -52,25 +54,26 @@ from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES, domino_sizes, markov_rank
+from eyrie_api.contract.families import FAMILIES, convolution_sizes, domino_sizes, lilicorr_width, markov_rank
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import DFLASH2, untrained_part
+from eyrie_api.planning.drafter_rules import DFLASH2, LILICORR, untrained_part
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.dflash2 import (
     CANDIDATES,
-    SELECTOR,
     CandidateSelector,
+    CandidateSteps,
     Convolutions,
-    Selector,
+    GroupedConvolution,
     SelectorConfig,
 )
 from eyrie_workers.drafters.domino import DominoConfig, DominoHead, base_share
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
+from eyrie_workers.drafters.lilicorr import LiLiCorrConfig, LiLiCorrHead
 from eyrie_workers.drafters.markov_head import BlockHead, ConfidenceHead, MarkovConfig, MarkovHead
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
@@ -87,8 +90,8 @@ from eyrie_workers.training.objective import Objective, Prediction, StepContext,
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 _MAX_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
-_MARKOV, _CONVOLVED = "markov_head.", "layers.0.mlp_conv.base_kernel"
 _DOMINO_HEAD, _DOMINO = "domino_head.", ("prefix_gru.", "embed_proj.")  # its prefix here, and its names in a checkpoint
+_HEADS = ("markov_head.", "confidence_head.", "candidate_selector.", "lilicorr.", *_DOMINO)
 _TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as much as they save
 
 
@@ -115,6 +118,11 @@ class DFlashConfig:
 
     selector: SelectorConfig | None = None
     """Of DFlash2."""
+
+    convolution: tuple[int, int] | None = None
+    """Taps and channels of a group."""
+
+    lilicorr: LiLiCorrConfig | None = None
 
     @property
     def first(self) -> int:
@@ -144,8 +152,14 @@ class DFlashDrafter(nn.Module):
         self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
         domino = config.domino
         self.domino_head = DominoHead(domino, config.decoder.vocab_size, hidden) if domino else None
-        self.candidate_selector = None if config.selector is None else CandidateSelector(
-            config.selector.top_k, config.selector.rank, config.decoder.vocab_size, hidden)
+        self.candidate_selector = CandidateSelector(config.selector, config.decoder.vocab_size, hidden) \
+            if config.selector else None
+        self.lilicorr = LiLiCorrHead(config.lilicorr, config.num_steps, hidden, config.decoder.rms_eps) \
+            if config.lilicorr else None
+        if config.convolution is not None:
+            for layer in self.layers:
+                layer.attention_conv, layer.mlp_conv = (GroupedConvolution(*config.convolution, hidden)
+                                                        for _ in range(2))
 
     @property
     def head(self) -> BlockHead | None:
@@ -153,9 +167,11 @@ class DFlashDrafter(nn.Module):
         return self.markov_head or self.domino_head
 
     def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
-               dtype: torch.dtype, recompute: bool = False) -> Tensor:
-        """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`."""
+                     dtype: torch.dtype, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`; and [R, H]: the
+        features of the roots."""
         decoder, size = self.config.decoder, self.config.block_size
+        around = None if self.config.convolution is None else Convolutions(dict(self.named_parameters()), size)
         # 1. Features of every settled position: fused and normalised once, read by all layers.
         aux_TC = documents.aux.flatten(-2)  # C = A * H
         features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
@@ -168,14 +184,27 @@ class DFlashDrafter(nn.Module):
         tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
         x_XH = F.embedding(tokens_RC.flatten(), embed_VH).to(self.norm.weight.dtype)
         # 3. The layers. Settled positions enter as keys and values alone; the residual stream is the block's.
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            weights = layer.weights(dtype)
+            weights, kernel = layer.weights(dtype), None
             shared = SharedKeys(plan, *weights.keys(features_TH, at_T))
-            q_RCKWE, k_RCKE, v_RCKE = (part.unflatten(0, (-1, size)) for part in weights.heads(x_XH, at_X))
-            attended_RCKWE = attend_block(q_RCKWE, shared, k_RCKE, v_RCKE)
-            x_XH = weights.post_attention(x_XH, attended_RCKWE.flatten(0, 1).flatten(1), recompute)
-        return x_XH.unflatten(0, (-1, size))
+            if around is None:
+                heads = weights.heads(x_XH, at_X)
+            else:
+                normed_XH = rms_norm(x_XH, weights.input_layernorm, decoder.rms_eps)
+                inner_XH, kernel = around.before(number, "attention", normed_XH)
+                heads = weights.split(linear(inner_XH, weights.qkv), at_X)
+            q_RCKWE, k_RCKE, v_RCKE = (part.unflatten(0, (-1, size)) for part in heads)
+            attended_XQ = attend_block(q_RCKWE, shared, k_RCKE, v_RCKE).flatten(0, 1).flatten(1)
+            if around is None or kernel is None:
+                x_XH = weights.post_attention(x_XH, attended_XQ, recompute)
+                continue
+            after = weights.post_attention
+            x_XH = x_XH + around.after(linear(attended_XQ, after.out), kernel)
+            inner_XH, kernel = around.before(number, "mlp", rms_norm(x_XH, after.norm, decoder.rms_eps))
+            gate, up = linear(inner_XH, after.gate_up).chunk(2, -1)
+            x_XH = x_XH + around.after(linear(F.silu(gate) * up, after.down), kernel)
+        return x_XH.unflatten(0, (-1, size)), features_TH[plan.roots]
 
 
 class BlockDiffusion(Objective[DFlashDrafter]):
@@ -199,21 +228,25 @@ class BlockDiffusion(Objective[DFlashDrafter]):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
-        block_RCH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
-                                               self._recompute)
+        block_RCH, roots_RH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
+                                                        self._recompute)
         config, head, selector = self.drafter.config, self.drafter.head, self.drafter.candidate_selector
+        lilicorr = self.drafter.lilicorr
         # DFlash: mask s + 1 stands at the position of the token that step s proposes. Others: the one before it.
         predicted = torch.cat([block_RCH[:alive, step + config.first] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(predicted, self.drafter.norm.weight, config.decoder.rms_eps)
         states = states_NH.split([alive for alive in plan.alive if alive])
-        if head is None and (selector is None or evaluating):
+        if head is None and (evaluating or (selector is None and lilicorr is None)):
             return Prediction(states, self._head_VH)
         previous, following = ([documents.token_ids[plan.roots[:alive] + step + more]
                                 for step, alive in enumerate(plan.alive) if alive] for more in (1, 2))
-        if head is None:
-            assert selector is not None
+        if selector is not None:
             return Prediction(states, self._head_VH, extra=selector.losses(
                 states_NH, self._head_VH, torch.cat(previous), torch.cat(following)))
+        if lilicorr is not None:
+            return Prediction(states, self._head_VH, extra=lilicorr.losses(
+                states, following, roots_RH[:states[-1].shape[0]], self._head_VH, self._embed_VH))
+        assert head is not None
         read, accepted = head.unroll(previous, states, self._embed_VH), None
         if self.drafter.confidence_head is not None and isinstance(head, MarkovHead):
             features = torch.cat([states_NH, head.markov_w1(torch.cat(previous))], 1)
@@ -238,10 +271,15 @@ class BlockDiffusion(Objective[DFlashDrafter]):
             heads += 6 * plan.num_predictions * rank
             if self.drafter.config.confidence and self.loss_kind != "tv":  # acceptance, which other losses do not give
                 heads += 2 * plan.num_predictions * (decoder.hidden_size + rank)
-        if self.drafter.candidate_selector is not None:
+        scored = num_roots * size * sum(parameter.numel() for name, parameter in self.drafter.named_parameters()
+                                        if name.endswith("kernel_projection.weight"))
+        if self.drafter.candidate_selector is not None or self.drafter.lilicorr is not None:  # the candidates
             heads += 2 * plan.num_predictions * decoder.hidden_size
+        if (lilicorr := self.drafter.lilicorr) is not None and len(plan.alive) == self.steps:
+            scored += plan.alive[-1] * self.steps * lilicorr.config.candidate_topk * sum(
+                parameter.numel() for parameter in lilicorr.parameters())
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
-                + heads * decoder.vocab_size)
+                + heads * decoder.vocab_size + 6 * scored)
 
 
 @dataclass
@@ -250,6 +288,8 @@ class DFlashState:
 
     cache: DrafterKVCache
     last: list[int]
+    features_RH: Tensor
+    """Of its last settled position; LiLiCorr alone reads them."""
 
 
 class _Features:
@@ -259,7 +299,7 @@ class _Features:
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         decoder = config.decoder
         self._decoder = decoder
-        self._fc = Linear(tensors["fc.weight"].to(dtype))
+        self._fc, self._norm_H = Linear(tensors["fc.weight"].to(dtype)), tensors["hidden_norm.weight"]
         attention, kv = "layers.{}.self_attn.{}.weight", []
         for layer in range(decoder.num_layers):
             kv += [pairs_together(tensors[attention.format(layer, "k_proj")], decoder.head_dim),
@@ -270,6 +310,10 @@ class _Features:
                                        for layer in range(decoder.num_layers)]).float()
         self._eps, self._head_eps = (torch.tensor(decoder.rms_eps, dtype=kind) for kind in (dtype, torch.float32))
         self._frequencies = torch.tensor(decoder.rope.inverse_frequencies(decoder.head_dim), dtype=torch.float64)
+
+    def fused(self, aux_TAH: Tensor) -> Tensor:
+        """[T, A, H] -> [T, H]"""
+        return F.rms_norm(self._fc(aux_TAH.flatten(1)), self._norm_H.shape, self._norm_H, float(self._head_eps))
 
     def keys(self, aux_TAH: Tensor, positions_T: Tensor) -> Tensor:
         """[T, A, H] -> [T, L, 2K, E]: rotated keys, then values."""
@@ -291,18 +335,14 @@ class DFlashProposer:
         """`tensors` on the target's device, in its dtype."""
         self._config, self._target = config, target
         self._features = _Features(config, tensors, target.dtype)
-        self._head: BlockHead | None = None
-        if config.markov is not None or config.domino is not None:
-            with torch.device("meta"):
-                self._head = DFlashDrafter(config).head
-            assert self._head is not None
-            self._head.load_state_dict({name.removeprefix(_MARKOV): tensor for name, tensor in tensors.items()
-                                        if name.startswith((_MARKOV, *_DOMINO))}, assign=True)
+        with torch.device("meta"):
+            drafter = DFlashDrafter(config)
+        drafter.load_state_dict(_named_here(tensors), assign=True)
+        self._head, self._selector, self._lilicorr = drafter.head, drafter.candidate_selector, drafter.lilicorr
+        if self._head is not None:
             self._bias = Linear(self._head.bias_VM)
-        self._selector = None if config.selector is None else Selector(config.selector, tensors)
-        body = {f"model.{name}": tensor for name, tensor in tensors.items()
-                if not name.startswith((_MARKOV, *_DOMINO, "confidence_head.", SELECTOR))}
-        self._convolutions = Convolutions(tensors, config.block_size) if _CONVOLVED in tensors else None
+        body = {f"model.{name}": tensor for name, tensor in tensors.items() if not name.startswith(_HEADS)}
+        self._convolutions = None if config.convolution is None else Convolutions(tensors, config.block_size)
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
                                   around=self._convolutions)
         self.max_length = config.decoder.max_position_embeddings
@@ -312,7 +352,8 @@ class DFlashProposer:
         return self._config.aux_layers
 
     def new_state(self, num_rows: int) -> DFlashState:
-        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows)
+        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows,
+                           torch.zeros(num_rows, self._config.decoder.hidden_size, dtype=self._model.dtype))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         assert isinstance(state, DFlashState)
@@ -330,6 +371,9 @@ class DFlashProposer:
             state.cache.write(layer, chosen, of_layer)
         for row, settled, tokens in zip(pairs.rows, pairs.ends, pairs.tokens, strict=True):
             state.cache.settled[row], state.last[row] = settled, tokens[-1]
+        if self._lilicorr is not None:
+            last_BAH = torch.stack([aux[len(tokens) - 1] for aux, tokens in zip(pairs.aux, pairs.tokens, strict=True)])
+            state.features_RH[list(pairs.rows)] = self._features.fused(last_BAH.to(self._model.dtype))
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
@@ -348,8 +392,13 @@ class DFlashProposer:
         first = self._config.first
         states_BSH = states.unflatten(0, (-1, size))[:, first:first + min(shape.num_steps, self._config.num_steps)]
         logits_BSV, head = self._target.logits(states_BSH), self._head
+        chosen_steps: CandidateSteps | None = None
         if self._selector is not None:
-            steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
+            chosen_steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
+        elif self._lilicorr is not None:
+            chosen_steps = self._lilicorr.steps(states_BSH, logits_BSV / self._target.config.logit_scale,
+                                                state.features_RH[list(rows)], self._target.embed_weight)
+        if (steps := chosen_steps) is not None:
             return build_limited_tree(steps(tokens_BC[:, :1], 0), lambda tokens, hidden, mask, depth: steps(
                 tokens, depth), shape, states_BSH.shape[1], None, noise)
         if head is None:
@@ -381,15 +430,25 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
         markov = MarkovConfig(spec.markov_head or "vanilla", markov_rank(target.hidden_size, spec.markov_rank))
     domino = DominoConfig(*domino_sizes(target.hidden_size)) if spec.causal_head == "domino" else None
     selector = SelectorConfig(CANDIDATES, markov_rank(target.hidden_size, None), target.logit_scale, None) \
-        if spec.causal_head == "selector" else None
+        if spec.causal_head in ("selector", "dflash2") else None
+    convolution = convolution_sizes(target.hidden_size) if spec.causal_head == "dflash2" else None
+    lilicorr = None
+    if spec.causal_head == "lilicorr":
+        if target.logit_scale != 1.0 or target.logit_soft_cap is not None:
+            raise InvalidInput("drafter.causal_head is lilicorr, and the target scales or bounds its logits: in SGLang "
+                               "the head reads logits without either", "train another head")
+        width = lilicorr_width(target.hidden_size)
+        lilicorr = LiLiCorrConfig(width, width)
     drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + (markov is None), layers, target.num_layers,
                                          mask_token(embeddings.special, target), markov, markov is not None, domino,
-                                         selector))
+                                         selector, convolution, lilicorr))
     initialise_parameters(drafter, seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():  # the marginals alone, each accepted with probability 1/2
-            if name.startswith("confidence_head.") or name.endswith("bias"):
+            if name.startswith("confidence_head.") or name.endswith(("bias", "slot_embedding", "rank_embedding")):
                 parameter.zero_()
+            elif name.endswith("base_kernel"):
+                parameter.zero_()[:, 0] = 1.0
         if drafter.head is not None:
             drafter.head.bias_VM.zero_()
         if drafter.candidate_selector is not None:
@@ -412,11 +471,15 @@ def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None)
     causal = {} if config.domino is None else {
         "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": config.domino.shifted,
         "gru_hidden_dim": config.domino.state_size, "emb_dim": config.domino.rank}
-    if (selector := config.selector) is not None:
-        causal = {"selector_rank": selector.rank, "selector_top_k": selector.top_k,
-                  "output_multiplier": selector.output_multiplier}
-    architecture = FAMILIES["dflash" if config.markov is None else "dspark"].architecture
-    written = decoder_json(config.decoder, architecture if selector is None else DFLASH2, dtype) | head | {
+    if config.selector is not None:
+        causal = config.selector.json()
+    elif config.lilicorr is not None:
+        causal = config.lilicorr.json()
+    if config.convolution is not None:
+        causal |= dict(zip(("conv_kernel_size", "conv_group_size"), config.convolution, strict=True))
+    architecture = (DFLASH2 if config.selector else LILICORR if config.lilicorr else
+                    FAMILIES["dflash" if config.markov is None else "dspark"].architecture)
+    written = decoder_json(config.decoder, architecture, dtype) | head | {
         "block_size": config.block_size, "num_target_layers": config.num_target_layers,
         "layer_types": list(config.decoder.layer_types), "use_sliding_window": False,
         "dflash_config": {
@@ -443,7 +506,9 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
                         bool(written.get("enable_confidence_head")),
                         DominoConfig(own["gru_hidden_dim"], own["emb_dim"], own["shift_label"])
                         if "gru_hidden_dim" in own else None,
-                        SelectorConfig.of(own) if "selector_top_k" in own else None), tensors
+                        SelectorConfig.of(own) if "selector_top_k" in own else None,
+                        (own["conv_kernel_size"], own["conv_group_size"]) if own.get("conv_kernel_size") else None,
+                        LiLiCorrConfig.of(own) if "lilicorr_hidden_size" in own else None), tensors
 
 
 def load_drafter(directory: Path) -> DFlashDrafter:
@@ -453,9 +518,13 @@ def load_drafter(directory: Path) -> DFlashDrafter:
         raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose {part} Eyrie does not train",
                                 "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
-    drafter.load_state_dict({(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor
-                             for name, tensor in tensors.items()})
+    drafter.load_state_dict(_named_here(tensors))
     return drafter
+
+
+def _named_here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by the names of `DFlashDrafter`'s parameters."""
+    return {(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor for name, tensor in tensors.items()}
 
 
 def load_proposer(directory: Path, target: TargetModel) -> Drafter:

@@ -102,8 +102,11 @@ class LayerWeights:
 
     def heads(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [T, K, W, E] and k [T, K, E], and v [T, K, E], of a residual stream; angles [T, 2, E / 2]."""
+        return self.split(normed_linear(x_TH, self.input_layernorm, self.qkv, self.config.rms_eps), angles)
+
+    def split(self, qkv_TQ: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the joint product [T, q + 2k]."""
         config = self.config
-        qkv_TQ = normed_linear(x_TH, self.input_layernorm, self.qkv, config.rms_eps)  # [T, q + 2k]
         q, kv = qkv_TQ.split([config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim], -1)
         q_TKWE = q.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
         if self.head_norms is not None:

@@ -1,8 +1,7 @@
 """DFlash2's additions to DFlash's block: local convolutions and a selector (z-lab/dflash, `dflash/model.py`).
 
-Experimental. The selector is trained here (`drafter.causal_head: selector`); drafters with convolutions come from
-others, and are drafted with. Names and formulas are those of SGLang 0.5.23 (`srt/models/dflash.py`:
-`DFlashGroupedConv`, `CandidateSelector`).
+Experimental: `drafter.causal_head: selector` has the selector alone, `dflash2` both. Names and formulas are those of
+SGLang 0.5.23 (`srt/models/dflash.py`: `DFlashGroupedConv`, `CandidateSelector`).
 
     convolution   around every attention and MLP, within a block; a group g of channels shares what is added:
                     k_{i,t,c} = base_{t,c} + delta_{i,t,g(c)}      y_{i,c} = sum_t k_{i,t,c} x_{i-t,c},   x_{<0} = 0
@@ -16,13 +15,14 @@ is the softmax of the scores over the candidates, so that a tree grows by token,
 
 Training adds the cross-entropy of that softmax to the block's own loss, with the true token before each position; a
 true token that is no candidate takes the place of the last one (NVIDIA/Model-Optimizer, `HFDFlash2Model`). Here u has
-no gradient of it: the block learns from its own loss. B starts at zero: a new selector takes the highest marginal.
-Evaluation counts hits of the marginals.
+no gradient of it: the block learns from its own loss. B starts at zero: a new selector takes the highest marginal. A
+new convolution passes on its own place alone, but for its deltas. Evaluation counts hits of the marginals.
 
     R rows, C block positions, S steps, H hidden, G groups, K candidates, N nodes or predictions, V vocabulary,
     E rank of the selector
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +34,41 @@ from torch import Tensor, nn
 from eyrie_workers.speculation.protocol import DraftStep
 from eyrie_workers.training.numerics import linear
 
-SELECTOR = "candidate_selector."
 CANDIDATES = 16
 """K of a new selector."""
 
 _ROWS = 256  # whose logits over the whole vocabulary are held at once
+
+
+@torch.no_grad()
+def likeliest(states_NH: Tensor, head_VH: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest logits of each row and their tokens, both [N, K], and the log-sum-exp [N] of all; in float32 at
+    least."""
+    parts = []
+    for rows_MH in states_NH.split(_ROWS):
+        logits_MV = linear(rows_MH, head_VH)
+        logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        parts.append((*logits_MV.topk(top_k, -1), logits_MV.logsumexp(-1)))
+    logits, ids, total = zip(*parts, strict=True)
+    return torch.cat(logits), torch.cat(ids), torch.cat(total)
+
+
+class CandidateSteps(ABC):
+    """Scores of the tokens after nodes of one depth, for one block: the candidates of each step are chosen already."""
+
+    def __init__(self, ids_RSK: Tensor, vocab_size: int) -> None:
+        self._ids_RSK, self._vocab_size = ids_RSK, vocab_size
+
+    @abstractmethod
+    def scores(self, tokens_RN: Tensor, depth: int) -> Tensor:
+        """[R, N, K] of the candidates of the step at a depth, given the tokens of the nodes before it."""
+
+    def __call__(self, tokens_RN: Tensor, depth: int) -> DraftStep:
+        """Logits [R, N, V], -inf outside the candidates."""
+        scores_RNK = self.scores(tokens_RN, depth)
+        logits_RNV = scores_RNK.new_full((*tokens_RN.shape, self._vocab_size), -torch.inf)
+        index_RNK = self._ids_RSK[:, depth, None].expand_as(scores_RNK)
+        return DraftStep(logits_RNV.scatter(-1, index_RNK, scores_RNK), scores_RNK.new_zeros(*tokens_RN.shape, 0))
 
 
 @dataclass(frozen=True)
@@ -54,16 +84,18 @@ class SelectorConfig:
         return cls(own["selector_top_k"], own["selector_rank"], float(own.get("output_multiplier") or 1.0),
                    float(own["final_logit_softcapping"]) if own.get("final_logit_softcapping") else None)
 
+    def json(self) -> dict[str, Any]:
+        """What an export has of it; `load_drafter` refuses to train one with a soft cap."""
+        return {"selector_rank": self.rank, "selector_top_k": self.top_k, "output_multiplier": self.output_multiplier}
+
 
 class CandidateSelector(nn.Module):
-    """The selector in training."""
-
-    def __init__(self, top_k: int, rank: int, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, config: SelectorConfig, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.top_k = min(top_k, vocab_size)
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.config, self.top_k = config, min(config.top_k, vocab_size)
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.hidden_projection = nn.Linear(hidden_size, config.rank, bias=False)
 
     def losses(self, states_NH: Tensor, head_VH: Tensor, previous_N: Tensor, true_N: Tensor) -> Tensor:
         """[N] cross-entropy of the true token among the candidates.
@@ -71,20 +103,43 @@ class CandidateSelector(nn.Module):
         states_NH   after the final norm          head_VH  the target's output matrix
         previous_N  token before each proposed one
         """
+        u_NK, ids_NK, _ = likeliest(states_NH, head_VH, self.top_k)
         with torch.no_grad():
-            u, ids = [], []
-            for rows_MH, true_M in zip(states_NH.split(_ROWS), true_N.split(_ROWS), strict=True):
-                logits_MV = linear(rows_MH, head_VH)
-                u_MK, ids_MK = logits_MV.topk(self.top_k, -1)
-                absent_M = (ids_MK != true_M[:, None]).all(1)
-                u_MK[:, -1] = torch.where(absent_M, logits_MV.gather(1, true_M[:, None])[:, 0], u_MK[:, -1])
-                ids_MK[:, -1] = torch.where(absent_M, true_M, ids_MK[:, -1])
-                u.append(u_MK)
-                ids.append(ids_MK)
-            u_NK, ids_NK = torch.cat(u), torch.cat(ids)
+            absent_N = (ids_NK != true_N[:, None]).all(1)
+            u_true_N = (states_NH.to(u_NK.dtype) * head_VH[true_N]).sum(-1)
+            u_NK[:, -1] = torch.where(absent_N, u_true_N, u_NK[:, -1])
+            ids_NK[:, -1] = torch.where(absent_N, true_N, ids_NK[:, -1])
         context_NE = self.predecessor_codebook[previous_N] * self.hidden_projection(states_NH)
         scores_NK = u_NK + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
         return F.cross_entropy(scores_NK, (ids_NK == true_N[:, None]).to(torch.int8).argmax(1), reduction="none")
+
+    def steps(self, states_RSH: Tensor, logits_RSV: Tensor) -> "SelectorSteps":
+        """For one block, from the target's logits."""
+        u_RSK, ids_RSK = logits_RSV.topk(self.top_k, -1)
+        u_RSK = u_RSK.float() * self.config.output_multiplier
+        if self.config.soft_cap is not None:
+            u_RSK = (u_RSK / self.config.soft_cap).tanh() * self.config.soft_cap
+        return SelectorSteps(self, u_RSK, ids_RSK, self.hidden_projection(states_RSH))
+
+
+class SelectorSteps(CandidateSteps):
+    def __init__(self, selector: CandidateSelector, unary_RSK: Tensor, ids_RSK: Tensor, hidden_RSE: Tensor) -> None:
+        super().__init__(ids_RSK, selector.predecessor_codebook.shape[0])
+        self._selector, self._unary_RSK, self._hidden_RSE = selector, unary_RSK, hidden_RSE
+
+    def scores(self, tokens_RN: Tensor, depth: int) -> Tensor:
+        context_RNE = self._selector.predecessor_codebook[tokens_RN] * self._hidden_RSE[:, depth, None]
+        return self._unary_RSK[:, depth, None] + torch.einsum(
+            "rne,rke->rnk", context_RNE, self._selector.successor_codebook[self._ids_RSK[:, depth]])
+
+
+class GroupedConvolution(nn.Module):
+    """The parameters of one sublayer's convolutions."""
+
+    def __init__(self, taps: int, group_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
 
 
 class Convolutions:
@@ -108,37 +163,3 @@ class Convolutions:
         x_RCH, kernel_RCTH = (part.unflatten(0, (-1, self.block_size)) for part in (x_MH, kernel_MTH))
         shifted = [F.pad(x_RCH, (0, 0, tap, 0))[:, : self.block_size] for tap in range(kernel_RCTH.shape[2])]
         return (kernel_RCTH * torch.stack(shifted, 2)).sum(2).flatten(0, 1)
-
-
-class Selector:
-    def __init__(self, config: SelectorConfig, tensors: Mapping[str, Tensor]) -> None:
-        self._config = config
-        self._before_VR, self._after_VR = (tensors[f"{SELECTOR}{name}_codebook"] for name in ("predecessor",
-                                                                                               "successor"))
-        self._project = tensors[f"{SELECTOR}hidden_projection.weight"]
-
-    def steps(self, states_RSH: Tensor, logits_RSV: Tensor) -> "SelectorSteps":
-        """For one block: the target's logits are read once."""
-        u_RSK, ids_RSK = logits_RSV.topk(min(self._config.top_k, logits_RSV.shape[-1]), -1)
-        u_RSK = u_RSK.float() * self._config.output_multiplier
-        if self._config.soft_cap is not None:
-            u_RSK = (u_RSK / self._config.soft_cap).tanh() * self._config.soft_cap
-        return SelectorSteps(u_RSK, ids_RSK, F.linear(states_RSH, self._project), self._before_VR, self._after_VR)
-
-
-@dataclass(frozen=True)
-class SelectorSteps:
-    unary_RSK: Tensor
-    ids_RSK: Tensor
-    hidden_RSE: Tensor
-    before_VR: Tensor
-    after_VR: Tensor
-
-    def __call__(self, tokens_RN: Tensor, depth: int) -> DraftStep:
-        """Logits [R, N, V] of the tokens after nodes of one depth, -inf outside the candidates."""
-        context_RNE = self.before_VR[tokens_RN] * self.hidden_RSE[:, depth, None]
-        scores_RNK = self.unary_RSK[:, depth, None] + torch.einsum(
-            "rne,rke->rnk", context_RNE, self.after_VR[self.ids_RSK[:, depth]])
-        logits_RNV = scores_RNK.new_full((*tokens_RN.shape, self.before_VR.shape[0]), -torch.inf)
-        index_RNK = self.ids_RSK[:, depth, None].expand_as(scores_RNK)
-        return DraftStep(logits_RNV.scatter(-1, index_RNK, scores_RNK), scores_RNK.new_zeros(*tokens_RN.shape, 0))

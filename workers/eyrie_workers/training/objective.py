@@ -53,6 +53,7 @@ DrafterT = TypeVar("DrafterT", bound=nn.Module)
 # Elements of the target's logits computed at a time. 1 Mi floats are 4 MiB, near a core's last cache; a GPU needs
 # products large enough for all its multiprocessors, and 64 Mi floats are 256 MiB.
 _MAX_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
+_TABLE_ROWS = 256  # of the target's distributions that are looked up at once
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,12 @@ class Supervision:
     row_N: Tensor
     share_N: Tensor
 
+    def log_probabilities(self, index_M: Tensor, ids_MK: Tensor) -> Tensor:
+        """[M, K] of some draft ids at some predictions, bounded from below by what float32 can hold."""
+        parts = [self.targets.table.rows(self.row_N[index]).gather(1, ids)
+                 for index, ids in zip(index_M.split(_TABLE_ROWS), ids_MK.split(_TABLE_ROWS), strict=True)]
+        return torch.cat(parts).clamp_min(torch.finfo(torch.float32).tiny).log()
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -237,7 +244,8 @@ class Prediction:
 
     states    per step with roots: [R_s, H] of its first R_s roots, as `heads` reads them.
     heads     [D, H], or one for each step.
-    extra     [N] another loss of each prediction, weighted as its first; None: none (EAGLE-1's regression).
+    extra     [N] another loss of each prediction, weighted as its first (EAGLE-1's regression), or a function that has
+              it from the target's distributions (LiLiCorr); None: none.
     computed  rows of `states` including those that pad to a round number; None: no row is padding.
     accepted  [N] logits of the probability that each prediction is accepted, trained with the first; None: none.
     base      states [N, H'] and matrix of the same predictions without what reads the drafted tokens, whose loss takes
@@ -246,7 +254,7 @@ class Prediction:
 
     states: tuple[Tensor, ...]
     heads: Tensor | tuple[Tensor, ...]
-    extra: Tensor | None = None
+    extra: Tensor | Callable[[Supervision], Tensor] | None = None
     computed: int | None = None
     accepted: Tensor | None = None
     base: tuple[Tensor, Tensor] | None = None
@@ -403,7 +411,8 @@ class Objective(ABC, Generic[DrafterT]):
             choice_N = torch.cat([choice for _, _, choice in per_step])
         # 4. The family's own further loss, with the same weights.
         if prediction.extra is not None:
-            loss = loss + torch.dot(prediction.extra, supervision.share_N.to(prediction.extra.dtype))
+            extra_N = prediction.extra if isinstance(prediction.extra, Tensor) else prediction.extra(supervision)
+            loss = loss + torch.dot(extra_N, supervision.share_N.to(extra_N.dtype))
         # 5. In evaluation the hits. A target token outside the draft vocabulary cannot be proposed: it is never one.
         hits: tuple[Tensor, ...] = ()
         if evaluating:
