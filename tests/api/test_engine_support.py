@@ -144,6 +144,27 @@ def test_an_attention_backend_that_cannot_serve_the_job_is_refused_at_submission
     assert "omit" in refused.value.hint
 
 
+@pytest.mark.parametrize(("device", "draft", "says"), [
+    ("cpu", {"kv_dtype": "fp8_e4m3"}, "for GPUs, and this is a CPU"),
+    ("gpu", {"attention_backend": "fa3"}, "does not draft EAGLE3 on B200"),
+    ("gpu", {"attention_backend": "fa4"}, None)])
+def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_submission(
+        device: Device, draft: dict[str, str], says: str | None) -> None:
+    stages = {"image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}, "num_gpus": 1,
+              "gpu_type": "NVIDIA-B200"}
+    cluster = profile(stages=stages) if device == "gpu" else None
+    facts = Facts(cluster, device, config={"architectures": ["LlamaForCausalLM"]})
+    spec = job_spec(engine="sglang", tune={"drafts": [{}, draft]})
+    submitted = Submission(resolve(spec, facts), facts, Settings())
+    if says is None:
+        attention_backend_serves(submitted)
+        return
+    with pytest.raises(InvalidInput, match=says):
+        attention_backend_serves(submitted)
+    with pytest.raises(ValidationError, match="engine is 'embedded', which computes drafter and target alike"):
+        job_spec(engine="embedded", tune={"drafts": [draft]})
+
+
 def test_drafters_of_blocks_are_ranked_by_chains_within_their_block_in_sglang() -> None:
     def on_gpus(**changes: Any) -> Submission:
         return submission(job_spec(**{"engine": "sglang"} | changes), "gpu")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import sglang_rounds
-from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, Verification
 from eyrie_api.contract.families import BLOCK_ALGORITHMS, VERIFICATIONS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.planning.sglang_attention import PROFILES, SglangHardware, profile
@@ -56,8 +56,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # what tells a drafter of each from t
     "DSPARK": {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
                "markov_head_type": "gated", "markov_rank": 4, "dflash_config": {
                    "block_size": 5, "mask_token_id": 1, "target_layer_ids": [1, 3]}}}
-DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "flashinfer", "mi300x": "triton"}
-"""What a drafter of blocks is computed with, by machine."""
+DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "fa4", "mi300x": "triton"}
+"""What a DFlash drafter is computed with, by machine."""
+
+DRAFTS = {"attention_backend": "triton", "kv_dtype": "fp8_e4m3", "quantization": "fp8"}
 
 FURTHER = EngineSpec.model_validate({"kind": "sglang", "sglang_arguments": {
     "chunked_prefill_size": 2048, "mem_fraction_static": 0.5, "disable_prefill_cuda_graph": True,
@@ -154,6 +156,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             for verification in VERIFICATIONS[algorithm][1:] if machine != "cpu" else ():
                 found.add(f"verified {machine} {algorithm} {verification}",
                           found.other(algorithm, machine, chain(verification)))
+            if machine in ("h100", "b200"):
+                tree = DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing.model_validate(DRAFTS))
+                found.add(f"computed {machine} {algorithm}", found.other(algorithm, machine, Setting(tree=tree)))
         further = replace(profile(machine), given_fraction=0.5)
         found.add_variants(f"further {machine}", replace(found.plan(machine, "llama"), engine=FURTHER, machine=further))
     add_features(found, root)
@@ -311,7 +316,7 @@ def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without
             assert on["speculative_draft_attention_backend"] == DRAFT_BACKENDS.get(
                 machine, on["attention_backend"])
         elif algorithm == "DSPARK":  # without a flag SGLang keeps the target's
-            assert on["speculative_draft_attention_backend"] in (None, DRAFT_BACKENDS.get(machine))
+            assert on["speculative_draft_attention_backend"] == {"b200": "flashinfer", "mi300x": "triton"}.get(machine)
         else:
             assert (on["speculative_num_steps"], on["speculative_eagle_topk"]) == (
                 setting.tree.num_steps, setting.tree.top_k)
@@ -325,6 +330,15 @@ def test_drafts_that_are_drawn_are_verified_as_asked_and_sglang_refuses_what_we_
             found = resolved(answers, f"verified {machine} {algorithm} {verification}")
             assert found["speculative_use_block_verification"] is (verification == "block")
             assert found["speculative_use_rejection_sampling"] is (algorithm == "EAGLE")
+
+
+@pytest.mark.parametrize("machine", ["h100", "b200"])
+def test_a_drafter_is_computed_as_asked(machine: str, answers: dict[str, Any]) -> None:
+    for algorithm in ALGORITHMS:
+        found = resolved(answers, f"computed {machine} {algorithm}")
+        assert {name: found[f"speculative_draft_{key}"] for name, key in (
+            ("attention_backend", "attention_backend"), ("kv_dtype", "kv_cache_dtype"),
+            ("quantization", "model_quantization"))} == DRAFTS
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -12,6 +12,10 @@ SGLANG_PROGRAM = "EYRIE_SGLANG_PROGRAM"
 
 EngineKind = Literal["embedded", "sglang"]
 AttentionBackend = Literal["fa3", "flashinfer", "triton", "trtllm_mha", "aiter", "intel_amx"]
+DraftBackend = Literal["fa3", "fa4", "flashinfer", "triton", "trtllm_mha"]
+CHAIN_BACKENDS: tuple[DraftBackend, ...] = ("fa4", "trtllm_mha")
+"""They draft chains alone."""
+
 Verification = Literal["target", "rejection", "block"]
 
 
@@ -95,8 +99,29 @@ class SamplingSpec(Frozen):
     """0 keeps the whole vocabulary."""
 
 
+class DraftServing(Frozen):
+    """How SGLang on a GPU computes a drafter otherwise than its target. It changes speed, memory and what is accepted;
+    answers are the target's."""
+
+    attention_backend: DraftBackend | None = None
+    """Attention kernels of the drafter. `fa4` and `trtllm_mha` draft chains on Blackwell. Default: the target's, of
+    drafters of blocks under trtllm_mha what SGLang chooses."""
+
+    kv_dtype: Literal["fp8_e4m3", "bfloat16"] | None = None
+    """Of the drafter's keys and values: it has a slot for each token of the target's cache. Default: the target's."""
+
+    quantization: Literal["fp8"] | None = None
+    """The drafter's weights are quantised as they are loaded. Default: as they are stored."""
+
+    def label(self) -> str:
+        """`/triton/kv-fp8_e4m3/fp8`; empty by default."""
+        kv = self.kv_dtype and f"kv-{self.kv_dtype}"
+        return "".join(f"/{part}" for part in (self.attention_backend, kv, self.quantization) if part)
+
+
 class DraftTreeShape(Frozen):
-    """The shape of the draft tree of one round. top_k 1 is a chain, whose num_draft_tokens is num_steps + 1."""
+    """The shape of the draft tree of one round, and how SGLang drafts and verifies it. top_k 1 is a chain, whose
+    num_draft_tokens is num_steps + 1."""
 
     num_steps: int = Field(5, ge=1, le=16)
     """Drafter passes per round (depth)."""
@@ -118,6 +143,9 @@ class DraftTreeShape(Frozen):
     (arXiv:2403.10444). The last two need SGLang on a GPU and a chain; of EAGLE drafters, one whose draft vocabulary is
     the target's. The embedded engine draws with noise that drafter and target share."""
 
+    draft: DraftServing = DraftServing()
+    """How SGLang computes the drafter."""
+
     @model_validator(mode="after")
     def _possible(self) -> "DraftTreeShape":
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
@@ -138,4 +166,4 @@ class DraftTreeShape(Frozen):
     def label(self) -> str:
         """`num_steps/top_k/num_draft_tokens`, as usual in the literature."""
         kind = "/static" if self.static else "" if self.verification == "target" else f"/{self.verification}"
-        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}{kind}"
+        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}{kind}{self.draft.label()}"

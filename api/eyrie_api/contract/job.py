@@ -13,7 +13,7 @@ from eyrie_api.contract.benchmark import BenchmarkSpec, BroughtDrafter, RivalSpe
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.engine import EngineSpec, Verification
+from eyrie_api.contract.engine import DraftServing, EngineSpec, Verification
 from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS, Family, sglang_families
 from eyrie_api.contract.model import Frozen, Name
 from eyrie_api.contract.placement import JobPlacement
@@ -136,6 +136,10 @@ class JobSpec(Frozen):
             raise ValueError(f"tune.verifications or benchmark.tree.verification is {self.drawn_drafts[0]!r}, and "
                              "engine is 'embedded', whose draws are the same with any drafter: omit it, or set engine "
                              "to 'sglang'")
+        if self.engine.kind == "embedded" and self.draft_servings:
+            raise ValueError(f"tune.drafts or benchmark.tree.draft has {self.draft_servings[0].label()[1:]!r}, and "
+                             "engine is 'embedded', which computes drafter and target alike: omit it, or set engine to "
+                             "'sglang'")
         if self.sweep.shared_passes == "always" and self.placement.train_launcher == "trainjob":
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")
@@ -151,6 +155,12 @@ class JobSpec(Frozen):
         """The verifications of drafts that are drawn from the drafter's distribution, as the job asks for them."""
         asked = (*self.tune.verifications, self.benchmark.tree.verification)
         return tuple(name for name in dict.fromkeys(asked) if name != "target")
+
+    @property
+    def draft_servings(self) -> tuple[DraftServing, ...]:
+        """How the job asks for its drafter to be computed, where otherwise than the target."""
+        asked = (*self.tune.drafts, self.benchmark.tree.draft)
+        return tuple(draft for draft in dict.fromkeys(asked) if draft != DraftServing())
 
     @property
     def trained_families(self) -> tuple[Family, ...]:

@@ -1,11 +1,12 @@
 """Settings of speculation, and the operating map: which setting is best at which load, off included."""
 
 import math
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from eyrie_api.contract.engine import DraftTreeShape, Verification
+from eyrie_api.contract.engine import CHAIN_BACKENDS, DraftServing, DraftTreeShape, Verification
 from eyrie_api.contract.model import Frozen, Interval, depends
 
 Method = Literal["drafter", "ngram", "off"]
@@ -22,9 +23,10 @@ class Setting(Frozen):
         if (self.tree is None) != (self.method == "off"):
             raise ValueError(f"setting {self.method!r} {'needs' if self.tree is None else 'takes no'} tree: "
                              "give num_steps, top_k and num_draft_tokens for drafter and ngram, nothing for off")
-        if self.method == "ngram" and self.tree is not None and self.tree.verification != "target":
-            raise ValueError(f"verification {self.tree.verification!r} needs a drafter's distribution, which n-gram "
-                             "look-up does not have: omit it")
+        if self.method == "ngram" and self.tree is not None and (
+                self.tree.verification != "target" or self.tree.draft != DraftServing()):
+            raise ValueError(f"setting {self.label()!r} has verification or draft, which are of a drafter, and n-gram "
+                             "look-up has none: omit them")
         return self
 
     def label(self) -> str:
@@ -184,6 +186,9 @@ class TuneSpec(Frozen):
     verifications: tuple[Verification, ...] = Field(("target",), min_length=1)
     """For chains in SGLang on GPUs: how drafts are verified at temperatures above 0 (`benchmark.tree.verification`)."""
 
+    drafts: tuple[DraftServing, ...] = Field((DraftServing(),), min_length=1)
+    """For SGLang on GPUs: ways to compute the drafter, each with every shape (`benchmark.tree.draft`)."""
+
     ngram: bool = True
     """Also compare n-gram look-up, in chains of the same depths. Off is always compared."""
 
@@ -212,15 +217,17 @@ class TuneSpec(Frozen):
     def shapes(self) -> tuple[DraftTreeShape, ...]:
         """Every shape of the grid that can exist, once, chains first, then by depth, width and tokens."""
         shapes: dict[DraftTreeShape, None] = {}
-        for top_k in sorted(self.top_k):
-            for num_steps in sorted(self.num_steps):
-                for num_tokens in (num_steps + 1,) if top_k == 1 else sorted(self.num_draft_tokens):
-                    for verification in self.verifications if top_k == 1 else ("target",):
-                        try:
-                            shapes[DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_tokens,
-                                                  verification=verification)] = None
-                        except ValidationError:
-                            continue
+        for top_k, num_steps in product(sorted(self.top_k), sorted(self.num_steps)):
+            tokens = (num_steps + 1,) if top_k == 1 else sorted(self.num_draft_tokens)
+            verifications = self.verifications if top_k == 1 else ("target",)
+            drafts = [draft for draft in self.drafts
+                      if top_k == 1 or draft.attention_backend not in CHAIN_BACKENDS]
+            for num_tokens, verification, draft in product(tokens, verifications, drafts):
+                try:
+                    shapes[DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_tokens,
+                                          verification=verification, draft=draft)] = None
+                except ValidationError:
+                    continue
         return tuple(shapes)
 
     def trials(self, num_settings: int) -> int:

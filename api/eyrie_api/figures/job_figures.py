@@ -145,7 +145,8 @@ def tuning(report: TuneReport) -> Figure:
     shown = shapes_of(report)
     middle = (min(shape.speedup for shape in shown) + max(shape.speedup for shape in shown)) / 2
     rows = [{"panel": f"trees of {shape.tree.num_draft_tokens} tokens" if shape.tree.top_k > 1 else "chains" + (
-                 "" if shape.tree.verification == "target" else f", {shape.tree.verification}"),
+                 "" if shape.tree.verification == "target" else f", {shape.tree.verification}")
+             + shape.tree.draft.label().replace("/", ", "),
              **{name: getattr(shape.tree, name) for name in ("num_steps", "top_k", "num_draft_tokens")},
              "speedup": rounded(shape.speedup), "tau": rounded(shape.tau),
              "known_by": "measurement" if shape.measured else "prediction", "winner": shape.tree == report.winner,

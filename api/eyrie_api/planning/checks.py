@@ -6,6 +6,7 @@ A target's files are checked by their headers and a data file by its first rows.
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 from eyrie_api.contract.families import BLOCK_ALGORITHMS, FAMILIES, VERIFICATIONS
 from eyrie_api.contract.placement import PlacementRequest, S3Work
@@ -26,7 +27,14 @@ from eyrie_api.planning.plan_work import LEAST_DRAFT_VOCABULARY, PlannedWork, Ta
 from eyrie_api.planning.published_drafters import check_published_drafters
 from eyrie_api.planning.quantised import quantisation_config, read_quantisation
 from eyrie_api.planning.resolve import block_chain
-from eyrie_api.planning.sglang_attention import PROFILES, choose_attention, labelled, needs_of, preferred
+from eyrie_api.planning.sglang_attention import (
+    PROFILES,
+    choose_attention,
+    draft_problem,
+    labelled,
+    needs_of,
+    preferred,
+)
 from eyrie_api.planning.sglang_support import (
     SUPPORTED_BY_SGLANG,
     require_block_capture,
@@ -187,10 +195,11 @@ def engine_can_compute(submission: Submission) -> None:
 
 def attention_backend_serves(submission: Submission) -> None:
     """The attention backend that a job names serves its target and draft trees on GPUs that are known by name, else on
-    any; the stages apply the same rules to the machine that they find (`sglang_attention`)."""
+    any, and so do ways to compute the drafter; the stages apply the same rules to the machine that they find
+    (`sglang_attention`)."""
     job, spec, facts = submission.job, submission.job.spec, submission.facts
     given = spec.engine.attention_backend
-    if given is None or not facts.config:
+    if not facts.config or (given is None and not spec.draft_servings):
         return
     hardware = () if spec.prove.hardware is None else spec.prove.hardware.profiles
     labels = gpu_names_here() if facts.profile is None else [
@@ -202,6 +211,13 @@ def attention_backend_serves(submission: Submission) -> None:
     widths = {0, spec.benchmark.tree.top_k, *(spec.tune.top_k if "tune" in spec.stages else ())}
     windowed = any(candidate.drafter.sliding_window is not None for candidate in job.candidates)
     needs = replace(needs_of(facts.config), windowed_draft=max(widths) if windowed else 0)
+    for machine, family, draft in product(known, job.families, spec.draft_servings):
+        if (algorithm := FAMILIES[family].sglang_algorithm) is not None:
+            tree = draft == spec.benchmark.tree.draft and spec.benchmark.tree.top_k > 1
+            if (problem := draft_problem(machine, draft, algorithm, tree)) is not None:
+                raise InvalidInput(f"tune.drafts or benchmark.tree.draft: {problem[0]}", problem[1])
+    if given is None:
+        return
     if not known:  # any that it serves this target on, or none that it does
         gpus = [machine for machine in PROFILES.values() if machine.platform != "cpu"]
         known = [next((machine for machine in gpus if given in preferred(machine, needs)), gpus[0])]

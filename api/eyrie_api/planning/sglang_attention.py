@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from eyrie_api.contract.engine import AttentionBackend
+from eyrie_api.contract.engine import CHAIN_BACKENDS, AttentionBackend, DraftServing
+from eyrie_api.contract.families import BLOCK_ALGORITHMS, SGLangAlgorithm
 from eyrie_api.planning.hardware import known_gpu, static_fraction
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_api.planning.target_config import SLIDING
@@ -174,6 +175,34 @@ def attention_problem(machine: SglangHardware, needs: AttentionNeeds, backend: A
     if widest > 1 and (not known.trees or (needs.mla and not known.mla_trees)):
         return (f"attention backend {backend!r} verifies chains only{' for MLA targets' if needs.mla else ''}, and "
                 f"top_k is {widest}", f"use {others or 'another machine'}, or top_k 1")
+    return None
+
+
+def draft_problem(machine: SglangHardware, draft: DraftServing, algorithm: SGLangAlgorithm,
+                  tree: bool) -> tuple[str, str] | None:
+    """Why SGLang does not compute a drafter of this algorithm so on a machine, and the hint; None when it does.
+
+    tree   whether it is to draft trees
+
+    From 0.5.23: block drafters keep trtllm_mha only if their layers are causal or windowed, which Eyrie's are not, and
+    fa4 reads no FP8 cache (`_resolve_dflash_draft_attention_backend`, `configure_kv_cache_dtype`).
+    """
+    backend, blocks, gpu = draft.attention_backend, algorithm in BLOCK_ALGORITHMS, machine.platform == "cuda"
+    served = ({"fa3": machine.compute <= 90, "fa4": machine.compute in (100, 103), "flashinfer": True, "triton": True,
+               "trtllm_mha": machine.compute in (100, 103) and not blocks} if gpu else
+              {"triton": machine.platform == "rocm"})
+    fits = " or ".join(name for name, serves in served.items() if serves) or "a GPU"
+    if draft != DraftServing() and machine.platform == "cpu":
+        return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit tune.drafts, and draft of trees"
+    if backend is not None and not served.get(backend, False):
+        return (f"draft.attention_backend is {backend!r}, which does not draft {algorithm} on {machine.name}",
+                f"use {fits}, or omit it")
+    if backend in CHAIN_BACKENDS and tree:
+        return f"draft.attention_backend {backend!r} drafts chains only", "set top_k to 1, or use another"
+    if backend == "fa4" and draft.kv_dtype == "fp8_e4m3":
+        return "draft.kv_dtype is 'fp8_e4m3', and attention backend 'fa4' reads no FP8 cache", "omit one of them"
+    if gpu and machine.compute < 89 and "fp8" in draft.label():
+        return f"{machine.name} has no FP8, and draft is {draft.label()[1:]!r}", "omit kv_dtype and quantization"
     return None
 
 

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape
 from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, TuneSpec
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.measure.benchmark.reports import cell_report, rate
@@ -54,6 +55,21 @@ def test_verifications_multiply_chains_alone_and_a_map_with_one_is_not_adaptive(
     points = [OperatingPoint(concurrency=concurrency, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
               for concurrency, setting in ((1, settings[2]), (8, OFF))]
     assert adaptive(points) is None
+
+
+def test_ways_to_compute_the_drafter_multiply_the_shapes_that_they_draft() -> None:
+    drafts = ({}, {"kv_dtype": "fp8_e4m3"}, {"attention_backend": "fa4", "quantization": "fp8"})
+    spec = TuneSpec(num_steps=(3,), top_k=(1, 2), num_draft_tokens=(6,), ngram=False,
+                    drafts=tuple(DraftServing.model_validate(draft) for draft in drafts))
+    settings = possible_settings(spec)
+    assert [one.label() for one in settings] == [
+        "off", "3/1/4", "3/1/4/kv-fp8_e4m3", "3/1/4/fa4/fp8", "3/2/6", "3/2/6/kv-fp8_e4m3"]
+    assert [one.label() for one in with_block(settings, 4)] == ["off", "3/1/4", "3/1/4/kv-fp8_e4m3", "3/1/4/fa4/fp8"]
+    points = [OperatingPoint(concurrency=concurrency, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+              for concurrency, setting in ((1, settings[2]), (8, OFF))]
+    assert adaptive(points) is None
+    with pytest.raises(ValidationError, match="n-gram look-up has none"):
+        Setting(method="ngram", tree=settings[2].tree)
 
 
 def test_a_drafter_of_blocks_is_compared_in_chains_up_to_its_whole_block_with_off_and_n_grams() -> None:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eyrie_api.contract.engine import AttentionBackend, EngineSpec, Verification
+from eyrie_api.contract.engine import AttentionBackend, DraftBackend, DraftServing, EngineSpec, Verification
 from eyrie_api.contract.families import BLOCK_ALGORITHMS, VERIFICATIONS, SGLangAlgorithm, sglang_families
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import OFF, OperatingMap, Setting
@@ -48,9 +48,9 @@ DEFAULT_RUNNING_REQUESTS = 48
 ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
 """The algorithms that support adaptive speculation."""
 
-_BLOCK_DRAFT_BACKENDS = ("flashinfer", "fa3", "triton")
-"""Attention backends that support drafters of blocks. With any other backend for the target SGLang selects one of these
-for the drafter and only logs it."""
+_DSPARK_BACKENDS: dict[AttentionBackend, DraftBackend] = {"trtllm_mha": "flashinfer", "aiter": "triton"}
+"""Of a DSpark drafter under a backend of the target that computes no block of it: SGLang would keep the target's. For
+DFlash it chooses one itself, on Blackwell fa4."""
 
 _VERIFICATION_FLAGS: dict[Verification, str] = {
     "rejection": "--speculative-use-rejection-sampling", "block": "--speculative-use-block-verification"}
@@ -176,6 +176,10 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
         variables["SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION"] = "1"
     if plan.machine.platform == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
+    slots = adaptive_slots(plan)
+    if slots is not None and 0 in candidate_steps(slots):
+        # A round without drafting would otherwise still run the drafter over the accepted tokens.
+        variables["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "1"
     if plan.capture_dir is not None:
         variables["EYRIE_CAPTURE_DIR"] = plan.capture_dir
     # With and without a drafter: all variants run one model class.
@@ -252,16 +256,20 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
         # DFlash's block has the settled token, DSpark's the proposals alone.
         line += (["--speculative-dflash-block-size", str(tree.num_draft_tokens)] if drafter.algorithm == "DFLASH" else
                  ["--speculative-dspark-block-size", str(tree.num_steps)])
-        if shared.attention_backend not in _BLOCK_DRAFT_BACKENDS:
-            line += ["--speculative-draft-attention-backend",
-                     "triton" if plan.machine.platform == "rocm" else "flashinfer"]
     elif tree is not None:
         line += ["--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
                  "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
     if slots is None and tree is not None and tree.verification in _VERIFICATION_FLAGS:
         line += [_VERIFICATION_FLAGS[tree.verification]]
-    if plan.target.quantised and drafter.quantised is None:
-        line += ["--speculative-draft-model-quantization", "unquant"]  # the default is the target's quantisation
+    draft = DraftServing() if slots is not None or tree is None else tree.draft
+    own = _DSPARK_BACKENDS.get(shared.attention_backend) if drafter.algorithm == "DSPARK" else None
+    if (backend := draft.attention_backend or own) is not None:
+        line += ["--speculative-draft-attention-backend", backend]
+    if draft.kv_dtype is not None:
+        line += ["--speculative-draft-kv-cache-dtype", draft.kv_dtype]
+    if draft.quantization is not None or (plan.target.quantised and drafter.quantised is None):
+        # The default is the target's quantisation.
+        line += ["--speculative-draft-model-quantization", draft.quantization or "unquant"]
     if drafter.sliding_window is not None:
         # SGLang's window does not count the current position, ours does.
         line += ["--speculative-draft-window-size", str(drafter.sliding_window - 1)]
@@ -308,6 +316,13 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
         raise Unlaunchable(f"the drafter has a sliding window, which SGLang does not apply as trained with {algorithm}",
                            "train it without drafter.sliding_window")
     tree = None if adaptive else plan.setting.tree
+    if tree is not None:
+        problem = sglang_attention.draft_problem(plan.machine, tree.draft, algorithm, tree.top_k > 1)
+        if problem is not None:
+            raise Unlaunchable(*problem)
+        if tree.draft.quantization is not None and drafter.quantised is not None:
+            raise Unlaunchable(f"draft.quantization is {tree.draft.quantization!r}, and the drafter in "
+                               f"{drafter.directory} is stored quantised ({drafter.quantised})", "omit it")
     if tree is not None and tree.verification != "target":
         if tree.verification not in VERIFICATIONS[algorithm]:
             raise Unlaunchable(f"SGLang does not verify drafts of {algorithm} by {tree.verification!r}",

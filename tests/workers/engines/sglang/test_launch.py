@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.contract.engine import DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, Verification
 from eyrie_api.contract.families import FAMILIES, VERIFICATIONS, SGLangAlgorithm
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
@@ -163,6 +163,9 @@ def test_an_operating_map_with_an_adaptive_form_follows_the_load() -> None:
     assert json.loads(document) == ADAPTIVE.adaptive
     assert set(comparison_commands(adaptive)) == {"off", "adaptive", CHAIN.label()}
     assert adaptive_config(without_speculation(adaptive)) is None
+    assert launch_environment(adaptive) == {"SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND": "1"}
+    always = ADAPTIVE.model_copy(update={"adaptive": {"1": {"candidate_steps": [5]}, "16": {"candidate_steps": [1]}}})
+    assert launch_environment(plan(map=always, adaptive_path="/etc/eyrie/adaptive.json")) == {}
 
 
 def test_a_map_that_never_drafts_is_served_without_speculation() -> None:
@@ -394,6 +397,57 @@ def test_drafts_are_verified_as_asked_where_sglang_can_and_refused_elsewhere(alg
                 launch_arguments(asked)
 
 
+SERVED = [({"attention_backend": "triton"}, ("--speculative-draft-attention-backend", "triton")),
+          ({"kv_dtype": "fp8_e4m3"}, ("--speculative-draft-kv-cache-dtype", "fp8_e4m3")),
+          ({"quantization": "fp8"}, ("--speculative-draft-model-quantization", "fp8"))]
+
+
+def computed(draft: dict[str, str], tree: DraftTreeShape | None = CHAIN.tree) -> Setting:
+    assert tree is not None
+    return Setting(tree=tree.model_copy(update={"draft": DraftServing.model_validate(draft)}))
+
+
+@pytest.mark.parametrize("algorithm", list(VERIFICATIONS))
+@pytest.mark.parametrize(("draft", "flags"), SERVED)
+def test_a_drafter_is_computed_as_asked(algorithm: SGLangAlgorithm, draft: dict[str, str],
+                                        flags: tuple[str, str]) -> None:
+    asked, usual = drafted(algorithm, computed(draft)), launch_arguments(drafted(algorithm))
+    assert launch_arguments(asked) == (*usual, *flags)
+    with pytest.raises(Unlaunchable, match="for GPUs"):
+        launch_arguments(replace(asked, machine=profile("cpu")))
+
+
+@pytest.mark.parametrize(("machine", "algorithm", "draft", "tree", "says"), [
+    ("b200", "EAGLE3", {"attention_backend": "fa3"}, CHAIN.tree, "does not draft EAGLE3 on b200"),
+    ("h100", "EAGLE3", {"attention_backend": "fa4"}, CHAIN.tree, "does not draft EAGLE3 on h100"),
+    ("b200", "DFLASH", {"attention_backend": "trtllm_mha"}, CHAIN.tree, "does not draft DFLASH on b200"),
+    ("b200", "EAGLE3", {"attention_backend": "fa4"}, TREE.tree, "chains only"),
+    ("b200", "DFLASH", {"attention_backend": "fa4", "kv_dtype": "fp8_e4m3"}, CHAIN.tree, "no FP8 cache"),
+    ("a100-80gb", "EAGLE3", {"quantization": "fp8"}, CHAIN.tree, "has no FP8"),
+    ("mi300x", "EAGLE3", {"attention_backend": "flashinfer"}, CHAIN.tree, "does not draft EAGLE3 on mi300x")])
+def test_what_sglang_does_not_compute_of_a_drafter_is_refused(
+        machine: str, algorithm: str, draft: dict[str, str], tree: DraftTreeShape, says: str) -> None:
+    with pytest.raises(Unlaunchable, match=says) as refused:
+        launch_arguments(drafted(algorithm, computed(draft, tree), machine))
+    assert refused.value.hint
+
+
+def test_a_drafter_that_is_stored_quantised_is_not_quantised_again() -> None:
+    asked = drafted("EAGLE3", computed({"quantization": "fp8"}))
+    stored = replace(asked.drafter or pytest.fail("no drafter"), quantised="fp8")
+    with pytest.raises(Unlaunchable, match="is stored quantised"):
+        launch_arguments(replace(asked, drafter=stored))
+    quantised = replace(asked, target=replace(asked.target, quantised="fp8"))
+    assert value(launch_arguments(quantised), "--speculative-draft-model-quantization") == "fp8"
+
+
+def test_a_dspark_drafter_under_a_backend_without_blocks_has_its_own() -> None:
+    flag = "--speculative-draft-attention-backend"
+    for machine, own in (("b200", "flashinfer"), ("mi300x", "triton"), ("h100", None)):
+        assert value(launch_arguments(drafted("DSPARK", machine=machine)), flag) == own
+        assert value(launch_arguments(drafted("DFLASH", machine=machine)), flag) is None, "SGLang chooses it"
+
+
 @pytest.mark.parametrize(("config", "whole"), [({}, True), ({"draft_vocab_size": 512}, True),
                                                ({"draft_vocab_size": 128}, False)])
 def test_whether_a_drafter_can_propose_every_token_is_read_from_its_config(config: dict[str, int], whole: bool) -> None:
@@ -427,15 +481,11 @@ def test_a_block_of_dspark_is_named_without_the_accepted_token() -> None:
         launch_arguments(drafted("DSPARK", block_size=6, machine="cpu"))
 
 
-def test_a_drafter_of_blocks_is_given_its_block_and_a_backend_that_computes_it() -> None:
+def test_a_drafter_of_blocks_is_given_its_block() -> None:
     line = launch_arguments(drafted("DFLASH", block_size=6))
     assert value(line, "--speculative-dflash-block-size") == "6"
     assert value(line, "--speculative-num-steps") is None
     assert value(line, "--speculative-draft-attention-backend") is None
-    assert value(launch_arguments(drafted("DFLASH", machine="b200")),
-                 "--speculative-draft-attention-backend") == "flashinfer"
-    assert value(launch_arguments(drafted("DFLASH", machine="mi300x")),
-                 "--speculative-draft-attention-backend") == "triton"
 
 
 OLMO = TargetCheckpoint(model="/models/olmo", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192)

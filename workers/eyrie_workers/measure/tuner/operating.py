@@ -42,9 +42,9 @@ def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, .
     the whole block and of its first tokens."""
     trees = [setting.tree for setting in settings if setting.method == "drafter" and setting.tree is not None]
     shorter = {tree.num_steps for tree in trees if tree.num_steps < block_size}
-    chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1, verification=verification)
+    chains = [DraftTreeShape(num_steps=depth, num_draft_tokens=depth + 1, verification=verification, draft=draft)
               for depth in sorted({*shorter, block_size - 1})
-              for verification in dict.fromkeys(tree.verification for tree in trees)]
+              for verification, draft in dict.fromkeys((tree.verification, tree.draft) for tree in trees)]
     return (OFF, *(Setting(tree=chain) for chain in chains),
             *(setting for setting in settings if setting.method == "ngram"))
 
@@ -163,8 +163,9 @@ def compile_map(points: Sequence[OperatingPoint], trials: Sequence[Trial], secon
 def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
     """SGLang's adaptive-speculation JSON; None where SGLang cannot follow the map, or the map has one setting."""
     settings = [point.setting for point in points]
-    chains = all(setting == OFF or (setting.method == "drafter" and setting.tree and setting.tree.top_k == 1
-                                    and setting.tree.verification == "target") for setting in settings)
+    chains = all(setting == Setting(tree=DraftTreeShape(
+        num_steps=setting.tree.num_steps, num_draft_tokens=setting.tree.num_steps + 1))
+        for setting in settings if setting.tree is not None)
     if not chains or len(set(settings)) == 1:
         return None
     slots: dict[str, JsonValue] = {}
