@@ -32,7 +32,7 @@ REPORTED = (
     "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_adaptive",
     "speculative_draft_model_quantization", "speculative_draft_window_size", "random_seed", "enable_lora", "api_key",
     "attn_dp_size", "speculative_draft_attention_backend", "speculative_use_rejection_sampling",
-    "speculative_use_block_verification", "speculative_draft_kv_cache_dtype",
+    "speculative_use_block_verification", "speculative_draft_kv_cache_dtype", "speculative_dspark_sps_table_path",
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import sglang_rounds
-from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, StepRate, Verification
 from eyrie_api.contract.families import BLOCK_ALGORITHMS, VERIFICATIONS
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.planning.sglang_attention import PROFILES, SglangHardware, profile
@@ -54,7 +54,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # what tells a drafter of each from t
     "DFLASH": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
                "dflash_config": {"block_size": 6, "target_layer_ids": [1, 3]}},
     "DSPARK": {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
-               "markov_head_type": "gated", "markov_rank": 4, "dflash_config": {
+               "markov_head_type": "gated", "markov_rank": 4, "enable_confidence_head": True, "dflash_config": {
                    "block_size": 5, "mask_token_id": 1, "target_layer_ids": [1, 3]}}}
 DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "fa4", "mi300x": "triton"}
 """What a DFlash drafter is computed with, by machine."""
@@ -159,6 +159,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             if machine in ("h100", "b200"):
                 tree = DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing.model_validate(DRAFTS))
                 found.add(f"computed {machine} {algorithm}", found.other(algorithm, machine, Setting(tree=tree)))
+            if algorithm == "DSPARK":
+                partly = DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(
+                    step_rates=(StepRate(batch_tokens=1, steps_per_s=40.0),)))
+                found.add(f"confident {machine}", found.other(algorithm, machine, Setting(tree=partly),
+                                                              adaptive_path=str(root / "steps.json")))
         further = replace(profile(machine), given_fraction=0.5)
         found.add_variants(f"further {machine}", replace(found.plan(machine, "llama"), engine=FURTHER, machine=further))
     add_features(found, root)
@@ -339,6 +344,13 @@ def test_a_drafter_is_computed_as_asked(machine: str, answers: dict[str, Any]) -
         assert {name: found[f"speculative_draft_{key}"] for name, key in (
             ("attention_backend", "attention_backend"), ("kv_dtype", "kv_cache_dtype"),
             ("quantization", "model_quantization"))} == DRAFTS
+
+
+@pytest.mark.parametrize("machine", [machine for machine in MACHINES if machine != "cpu"])
+def test_blocks_are_verified_by_confidence_with_the_table_given(machine: str, answers: dict[str, Any]) -> None:
+    found = resolved(answers, f"confident {machine}")
+    assert found["speculative_algorithm"] == "DSPARK"
+    assert found["speculative_dspark_sps_table_path"].endswith("steps.json")
 
 
 @pytest.mark.parametrize("machine", MACHINES)

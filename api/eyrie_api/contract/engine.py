@@ -99,6 +99,16 @@ class SamplingSpec(Frozen):
     """0 keeps the whole vocabulary."""
 
 
+class StepRate(Frozen):
+    """How fast a server decodes batches of one size."""
+
+    batch_tokens: int = Field(ge=1)
+    """Verified in one step, of all requests together."""
+
+    steps_per_s: float = Field(gt=0.0)
+    """Such steps in a second, drafting included."""
+
+
 class DraftServing(Frozen):
     """How SGLang on a GPU computes a drafter otherwise than its target. It changes speed, memory and what is accepted;
     answers are the target's."""
@@ -113,10 +123,22 @@ class DraftServing(Frozen):
     quantization: Literal["fp8"] | None = None
     """The drafter's weights are quantised as they are loaded. Default: as they are stored."""
 
+    step_rates: tuple[StepRate, ...] | None = None
+    """Of a `dspark` drafter: verify as many tokens of each block as its confidences pay for at these rates, the fewest
+    tokens first (SGLang's cap-accept mode). Tuning fills an empty list with what it measured. Default: whole blocks.
+    """
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "DraftServing":
+        tokens = [rate.batch_tokens for rate in self.step_rates or ()]
+        if tokens != sorted(set(tokens)):
+            raise ValueError(f"step_rates has batch_tokens {tokens}: give each once, in ascending order")
+        return self
+
     def label(self) -> str:
-        """`/triton/kv-fp8_e4m3/fp8`; empty by default."""
-        kv = self.kv_dtype and f"kv-{self.kv_dtype}"
-        return "".join(f"/{part}" for part in (self.attention_backend, kv, self.quantization) if part)
+        """`/triton/kv-fp8_e4m3/fp8/by-confidence`; empty by default."""
+        kv, partly = self.kv_dtype and f"kv-{self.kv_dtype}", None if self.step_rates is None else "by-confidence"
+        return "".join(f"/{part}" for part in (self.attention_backend, kv, self.quantization, partly) if part)
 
 
 class DraftTreeShape(Frozen):

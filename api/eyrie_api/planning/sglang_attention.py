@@ -192,6 +192,8 @@ def draft_problem(machine: SglangHardware, draft: DraftServing, algorithm: SGLan
                "trtllm_mha": machine.compute in (100, 103) and not blocks} if gpu else
               {"triton": machine.platform == "rocm"})
     fits = " or ".join(name for name, serves in served.items() if serves) or "a GPU"
+    if draft.step_rates is not None and algorithm != "DSPARK":
+        return f"draft.step_rates is of DSpark's confidences, and the drafter is of {algorithm}", "omit it"
     if draft != DraftServing() and machine.platform == "cpu":
         return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit tune.drafts, and draft of trees"
     if backend is not None and not served.get(backend, False):

@@ -131,6 +131,20 @@ def test_the_next_stage_continues_with_equal_servers_and_stops_the_others_and_on
 
 
 @pytest.mark.usefixtures("run")
+def test_a_server_of_a_setting_that_was_changed_stops_and_the_others_stay(target: Path, drafter: Path,
+                                                                          tmp_path: Path) -> None:
+    chain, deep = (DrafterUse(drafter_dir=str(drafter), setting=setting) for setting in (CHAIN, DEEP))
+    with measuring(Stage(tmp_path, quiet=True)):
+        pool = pool_of(tmp_path / "pool", target, {"off": DrafterUse(), "chain": chain})
+        assert pool.make_ready(["off", "chain"]) == {}
+        before = pid_of(pool, "chain")
+        pool.amend({"off": DrafterUse(), "chain": deep})
+        assert pool.resident == ("off",)
+        assert ended(before)
+        pool.stop()
+
+
+@pytest.mark.usefixtures("run")
 def test_a_stage_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
     stage = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STAGE), str(tmp_path / "log"), *SERVER],
                              stdout=subprocess.PIPE)

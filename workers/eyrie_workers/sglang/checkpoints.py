@@ -59,6 +59,9 @@ class DrafterCheckpoint:
     bfloat16_only: bool = False
     """Whether SGLang computes it in bfloat16 alone: a Domino head."""
 
+    confident: bool = True
+    """Whether a DSpark drafter has a confidence head."""
+
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
     """Read a target's `config.json`. Raises Unlaunchable naming the missing field."""
@@ -104,7 +107,8 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm,
         block_size=block_size + (algorithm == "DSPARK") if isinstance(block_size, int) else None,
         whole_vocabulary=config.get("draft_vocab_size") in (None, config.get("vocab_size")),
-        bfloat16_only=isinstance(blocks, Mapping) and blocks.get("projector_type") == "domino")
+        bfloat16_only=isinstance(blocks, Mapping) and blocks.get("projector_type") == "domino",
+        confident=bool(config.get("enable_confidence_head")))
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:

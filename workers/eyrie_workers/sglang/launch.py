@@ -67,7 +67,7 @@ class LaunchPlan:
     """With an adaptive form, the server changes its setting with the batch size; otherwise `setting` always applies."""
 
     adaptive_path: str | None = None
-    """The file to which the caller writes `adaptive_config(plan)` before the server starts."""
+    """The file to which the caller writes `adaptive_config(plan)` before the server starts, if there is one."""
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -163,9 +163,19 @@ def candidate_steps(slots: Mapping[str, Any]) -> list[int]:
 
 
 def adaptive_config(plan: LaunchPlan) -> str | None:
-    """The content of the file `adaptive_path`; None when the plan is not adaptive."""
+    """The content of the file `adaptive_path`: adaptive speculation's slots, or DSpark's table of steps. None when the
+    plan has neither."""
     slots = adaptive_slots(plan)
+    if slots is None and (rates := _draft_serving(plan).step_rates):
+        slots = {"sample_batch_tokens": [rate.batch_tokens for rate in rates],
+                 "sample_steps_per_sec": [rate.steps_per_s for rate in rates],
+                 "max_batch_tokens": rates[-1].batch_tokens}
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
+
+
+def _draft_serving(plan: LaunchPlan) -> DraftServing:
+    tree = plan.setting.tree
+    return DraftServing() if adaptive_slots(plan) is not None or tree is None else tree.draft
 
 
 def launch_environment(plan: LaunchPlan) -> dict[str, str]:
@@ -176,6 +186,8 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
         variables["SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION"] = "1"
     if plan.machine.platform == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
+    if _draft_serving(plan).step_rates is not None:
+        variables["SGLANG_RAGGED_VERIFY_MODE"] = "cap-accept"
     slots = adaptive_slots(plan)
     if slots is not None and 0 in candidate_steps(slots):
         # A round without drafting would otherwise still run the drafter over the accepted tokens.
@@ -261,12 +273,14 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
                  "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
     if slots is None and tree is not None and tree.verification in _VERIFICATION_FLAGS:
         line += [_VERIFICATION_FLAGS[tree.verification]]
-    draft = DraftServing() if slots is not None or tree is None else tree.draft
+    draft = _draft_serving(plan)
     own = _DSPARK_BACKENDS.get(shared.attention_backend) if drafter.algorithm == "DSPARK" else None
     if (backend := draft.attention_backend or own) is not None:
         line += ["--speculative-draft-attention-backend", backend]
     if draft.kv_dtype is not None:
         line += ["--speculative-draft-kv-cache-dtype", draft.kv_dtype]
+    if draft.step_rates:
+        line += ["--speculative-dspark-sps-table-path", str(plan.adaptive_path)]
     if draft.quantization is not None or (plan.target.quantised and drafter.quantised is None):
         # The default is the target's quantisation.
         line += ["--speculative-draft-model-quantization", draft.quantization or "unquant"]
@@ -320,6 +334,9 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
         problem = sglang_attention.draft_problem(plan.machine, tree.draft, algorithm, tree.top_k > 1)
         if problem is not None:
             raise Unlaunchable(*problem)
+        if tree.draft.step_rates is not None and not drafter.confident:
+            raise Unlaunchable(f"draft.step_rates is set, and the drafter in {drafter.directory} has no confidence "
+                               "head", "omit it, or train a dspark drafter")
         if tree.draft.quantization is not None and drafter.quantised is not None:
             raise Unlaunchable(f"draft.quantization is {tree.draft.quantization!r}, and the drafter in "
                                f"{drafter.directory} is stored quantised ({drafter.quantised})", "omit it")

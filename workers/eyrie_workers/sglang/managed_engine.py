@@ -209,8 +209,9 @@ class SglangEngine:
         return self._history.restarts
 
     def start(self, uses: Variants) -> dict[str, EyrieError]:
-        unknown = [name for name, use in uses.items() if self._pool.uses.get(name) != use]
+        unknown = [name for name in uses if name not in self._pool.uses]
         assert not unknown, f"variants {unknown} are not among the possible ones"
+        self._pool.amend(uses)
         before = self._history.starts
         failed = self._pool.make_ready(list(uses))
         if new := self._history.starts - before:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -374,6 +374,15 @@ class ServerPool:
     @property
     def resident(self) -> tuple[str, ...]:
         return tuple(self._servers)
+
+    def amend(self, uses: Mapping[str, DrafterUse]) -> None:
+        """Change the settings of variants, by what was measured since they were named; a server with the old one stops.
+        """
+        for name, use in uses.items():
+            if self.uses[name] != use:
+                self.uses[name] = use
+                if name in self._servers:
+                    self.discard(name)
 
     def make_ready(self, names: Sequence[str]) -> dict[str, EyrieError]:
         """Start servers of these variants, as many as fit, and wait for them; returns the errors of those that ended.

@@ -323,15 +323,21 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
         blocks = MeasuredBlocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
         profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed)
+        served = {setting: operating.with_step_rates(setting, profile.step_times, profile.draft_times)
+                  for setting in settings}
+        uses |= uses_of(spec, {setting.label(): with_rates for setting, with_rates in served.items()})
         tuning = Tuning(spec, stage, blocks, settings, uses, profile)
         races = {}
         for number, concurrency in enumerate(concurrencies):
             left = spec.tune.budget_s - tuning.spent_s
             races[concurrency] = tuning.race(concurrency, left / (len(concurrencies) - number))
         map_, trials = build_map(tuning, races, time.monotonic() - started)
+        map_ = map_.model_copy(update={"points": tuple(
+            point.model_copy(update={"setting": served[point.setting]}) for point in map_.points)})
         lowest = races[concurrencies[0]]
-        winner = lowest.best_drafted("drafter")
-        assert winner is not None  # the best predicted one was required in the race
+        best = lowest.best_drafted("drafter")
+        assert best is not None  # the best predicted one was required in the race
+        winner = served[best]
         assert winner.tree is not None
         began_final, variant = time.monotonic(), drafted(winner.tree)
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, Verification
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, StepRate, Verification
 from eyrie_api.contract.families import FAMILIES, VERIFICATIONS, SGLangAlgorithm
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
@@ -430,6 +431,27 @@ def test_what_sglang_does_not_compute_of_a_drafter_is_refused(
     with pytest.raises(Unlaunchable, match=says) as refused:
         launch_arguments(drafted(algorithm, computed(draft, tree), machine))
     assert refused.value.hint
+
+
+def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() -> None:
+    rates = (StepRate(batch_tokens=1, steps_per_s=40.0), StepRate(batch_tokens=6, steps_per_s=20.0))
+    usual = launch_arguments(drafted("DSPARK"))
+    for known, more in ((rates, ("--speculative-dspark-sps-table-path", "/a.json")), ((), ())):
+        asked = drafted("DSPARK", Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(
+            step_rates=known))), adaptive_path="/a.json")
+        assert launch_arguments(asked) == (*usual, *more)
+        assert launch_environment(asked)["SGLANG_RAGGED_VERIFY_MODE"] == "cap-accept"
+        document = adaptive_config(asked)
+        assert (document is None) == (not known)
+        if document is not None:
+            assert json.loads(document) == {"sample_batch_tokens": [1, 6], "sample_steps_per_sec": [40.0, 20.0],
+                                            "max_batch_tokens": 6}
+    with pytest.raises(Unlaunchable, match="is of DSpark's confidences"):
+        launch_arguments(drafted("DFLASH", asked.setting))
+    with pytest.raises(Unlaunchable, match="no confidence head"):
+        launch_arguments(replace(asked, drafter=replace(asked.drafter or pytest.fail("none"), confident=False)))
+    with pytest.raises(ValidationError, match="ascending"):
+        DraftServing(step_rates=rates[::-1])
 
 
 def test_a_drafter_that_is_stored_quantised_is_not_quantised_again() -> None:

@@ -59,6 +59,8 @@ def anchors(settings: Sequence[Setting]) -> list[Setting]:
 
     chosen: dict[Setting, None] = {OFF: None}
     drafted = [setting for setting in settings if setting.method == "drafter"]
+    # Settings whose servers wait for measured step rates are not among those that are measured first.
+    drafted = [one for one in drafted if one.tree and one.tree.draft.step_rates is None] or drafted
     chains = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k == 1), key=size)
     trees = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k > 1), key=size)
     lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
