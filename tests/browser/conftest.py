@@ -31,6 +31,9 @@ PICTURES = SHOTS / "pictures"
 SIZES = ((375, 812), (820, 1180), (1440, 900))
 """Of a phone, a tablet and a screen."""
 
+LOOKS = ((SIZES[0], "dark"), (SIZES[1], "light"), (SIZES[2], "dark"), (SIZES[2], "light"))
+"""Sizes with colours that a person may have chosen: layout depends on the size, contrast on the colours."""
+
 TOKEN = "installation-token-of-these-tests"
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
 
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.contract.access import CreateMember, CreateWebhook
@@ -13,7 +12,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_pipelines.processes import wait_until
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_in, signed_in, within
 
 OpenPage = Callable[..., Any]
 ISSUER = "https://issuer.example/realms/team"
@@ -224,9 +223,8 @@ def test_a_revoked_session_is_told_so_beside_the_form(guarded: tuple[str, Databa
     assert page.locator("#new-key-name").input_value() == "late"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_open_forms_refusals_and_a_new_secret_are_accessible_and_fit_a_phone_and_a_screen(
-        scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     scope = within("team", database)
     Projects(database).add_member("team", CreateMember(kind="group", value="researchers", role="operator"), ISSUER)
@@ -234,7 +232,7 @@ def test_open_forms_refusals_and_a_new_secret_are_accessible_and_fit_a_phone_and
     hooks.create(CreateWebhook(url="http://127.0.0.1:9/a/rather/long/address/of/a/receiver"))
     key_in(database, "team", "operator")
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
                          "/console/admin")
         for name, path, button in (("admin", "/console/admin", "Create the project"),

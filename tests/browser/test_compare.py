@@ -12,7 +12,7 @@ from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_workers.engines.process import EngineCommand, start_engine
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_in, picture, signed_in
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
@@ -43,14 +43,13 @@ def endpoint_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         engine.stop()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_answers_appear_side_by_side_equal_and_with_the_tree_of_a_round(
-        scheme: str, guarded: tuple[str, Database], endpoint_url: str, open_page: OpenPage, faults: list[str]) -> None:
+        guarded: tuple[str, Database], endpoint_url: str, open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     Endpoints(database).activate("default", 1, endpoint_url)
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
         page.goto(f"{url}/console/endpoints/default")
         page.get_by_role("link", name="Compare answers").click()

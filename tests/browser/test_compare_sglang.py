@@ -9,7 +9,7 @@ import pytest
 from eyrie_api.database.engine import Database
 from eyrie_api.settings import Settings
 from tests.api.sglang_endpoint import PROMPT, Engines, add_sglang_endpoint, two_engines
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible
 from tests.browser.test_compare import signed_in
 
 OpenPage = Callable[..., Any]
@@ -23,16 +23,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield found
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_recorded_prompt_has_both_answers_and_another_one_the_reason(
-        scheme: str, guarded: tuple[str, Database], tmp_path: Path, engines: Engines, open_page: OpenPage,
+        guarded: tuple[str, Database], tmp_path: Path, engines: Engines, open_page: OpenPage,
         faults: list[str]) -> None:
     url, database = guarded
     engines.route(canary=False)
     asked = tuple(engines.answer(prompt, 48) for prompt in (PROMPT, OTHER))
     job = add_sglang_endpoint(Settings(home=tmp_path / "guarded"), database, engines.url, asked)
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
         page.goto(f"{url}/console/endpoints/default/compare")
         assert page.get_by_label("Prompt", exact=True).input_value() == PROMPT

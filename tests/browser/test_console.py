@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
-
 from benchmarks.campaigns.live_servers import Plane
 from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.contract.targets import TargetSpec
@@ -22,7 +20,7 @@ from eyrie_api.quantities import size as size_in_words
 from eyrie_pipelines.processes import wait_until
 from tests.api.figures.job_values import NAMES, finish_job
 from tests.api.samples import job_spec
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, signed_in, within
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_in, signed_in, within
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 BODY = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
@@ -216,15 +214,14 @@ def test_a_new_job_is_checked_while_it_is_written_and_started(
     assert refusals == [], "Chromium logs each answer that refuses a document"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_figures_of_a_finished_job_are_drawn_each_with_its_table(
-        scheme: str, plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
+        plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
     job = submitted(plane, name="measured")
     assert wait_until(lambda: plane.http.get(f"/v1alpha1/jobs/{job}").json()["status"]["finished_at"], 120.0)
     shutil.rmtree(plane.home / "jobs" / job / "stages")
     finish_job(plane.home / "jobs" / job, job)
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         page.goto(address(plane, f"/console/jobs/{job}"))
         page.locator("figure[data-name=pareto] svg path").first.wait_for(timeout=_PATIENCE_MS)
@@ -244,9 +241,8 @@ def test_the_figures_of_a_finished_job_are_drawn_each_with_its_table(
     assert faults == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
-        scheme: str, plane: Plane, guarded: tuple[str, Database], rehearsal: Rehearsal, open_page: OpenPage,
+        plane: Plane, guarded: tuple[str, Database], rehearsal: Rehearsal, open_page: OpenPage,
         faults: list[str]) -> None:
     rehearsal.plan(capture=["ok", "permanent"])
     whole, broken = submitted(plane, name="whole"), submitted(plane, name="broken")
@@ -267,7 +263,7 @@ def test_every_page_is_accessible_and_fits_a_phone_a_tablet_and_a_screen(
              "admin": address(plane, "/console/admin"), "audit": address(plane, "/console/admin/audit"),
              "project": address(plane, "/console/admin/projects/default"), "sign-in": guarded[0],
              "api": address(plane, "/docs"), "refused": address(plane, "/console/jobs/job-none")}
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = open_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         for name, url in looked_at.items():
             page.goto(url)
@@ -283,9 +279,8 @@ def answer_with(text: str, route: Any) -> None:
     route.fulfill(body=text, content_type="text/html")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_refusals_and_the_pages_of_a_viewer_are_accessible_and_fit_a_phone_and_a_screen(
-        scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     job = Jobs(database, scope=within("team", database)).submit(derive(job_spec(name="ours"))).id
     Endpoints(database).create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
@@ -307,7 +302,7 @@ def test_refusals_and_the_pages_of_a_viewer_are_accessible_and_fit_a_phone_and_a
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path} is wider than {width}"
         assert_accessible(page, f"{path} of {who} at {width}, {scheme}")
 
-    for width, height in (SIZES[0], SIZES[-1]):
+    for (width, height), scheme in (LOOKS[0], LOOKS[-1]):
         options = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
         for who, shown in paths.items():
             page = signed_in(open_page(**options), url, keys[who])

@@ -14,7 +14,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, record_metrics
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, key_in, picture, signed_in, within
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_in, picture, signed_in, within
 
 OpenPage = Callable[..., Any]
 POSITIONS = (0.8, 0.7, 0.6)
@@ -82,9 +82,8 @@ def drawn(page: Any, chart: str) -> Any:
                  points: [...lines.values()] }; }""", chart)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
-        scheme: str, guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
+        guarded: tuple[str, Database], open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     jobs = Jobs(database)
     job = trained(jobs, "sweep", {"eagle3-a": 1000, "eagle3-b": 1000, "mtp-a": 500})
@@ -94,7 +93,7 @@ def test_curves_of_a_sweep_are_accessible_and_fit_a_phone_and_a_screen(
     SHOTS.mkdir(parents=True, exist_ok=True)
     paths = {"job": f"/console/jobs/{job}", "jobs": f"/console/curves?job={job}&job={other}",
              "one": f"/console/curves?job={other}"}
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN)
         for name, path in paths.items():
             page.goto(url + path)

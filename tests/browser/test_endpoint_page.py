@@ -19,7 +19,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.planning.resolve import derive
 from tests.api.figures.endpoint_values import endpoint_with_history, serve_drafter, try_canary, watch
 from tests.api.samples import ManualClock, job_spec
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture, signed_in
+from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, picture, signed_in
 from tests.browser.test_curves import in_training
 
 OpenPage = Callable[..., Any]
@@ -97,9 +97,8 @@ def test_what_is_not_known_or_not_there_yet_is_said(
     assert [one for one in faults if "401" not in one] == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
-        scheme: str, guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
+        guarded: Server, clock: ManualClock, open_page: OpenPage, faults: list[str]) -> None:
     url, database = guarded
     endpoint_with_history(database, clock)
     serve_drafter(database, clock, "busy")
@@ -114,7 +113,7 @@ def test_the_page_is_accessible_and_fits_a_phone_and_a_screen(
         Endpoints(database, clock).observe(one, url=None, conditions=(serving,))
     in_training(Jobs(database), Jobs(database).submit(derive(job_spec(name="nightly"))).id, ("base",))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = signed_in(open_page(viewport={"width": width, "height": height}, color_scheme=scheme), url, TOKEN,
                          "/console/endpoints/chat")
         for name in NAMES:

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from benchmarks.campaigns.live_servers import Plane
-from tests.browser.conftest import SHOTS, SIZES, assert_accessible
+from tests.browser.conftest import LOOKS, SHOTS, assert_accessible
 
 OpenPage = Callable[..., Any]
 EXAMPLES = sorted(path for path in (Path(__file__).parents[2] / "docs" / "examples").glob("*.yaml")
@@ -109,11 +108,10 @@ def test_form_and_json_are_views_of_one_document_and_keep_what_the_form_cannot_s
     assert text.is_visible(), "what is not JSON stays in the text"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_form_is_accessible_with_all_its_fields_and_an_error_at_every_width(
-        scheme: str, plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
+        plane: Plane, open_page: OpenPage, faults: list[str]) -> None:
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         page = new_job(plane, open_page(viewport={"width": width, "height": height}, color_scheme=scheme))
         page.screenshot(path=SHOTS / f"form-usual-{width}-{scheme}.png", full_page=True)
         page.evaluate(OPENED)

@@ -6,8 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.plan import StagePlan
@@ -20,7 +18,7 @@ from tests.api.figures.job_values import tune_report
 from tests.api.samples import benchmark_report as reported
 from tests.api.samples import finish_stage, job_spec, planned, record_event, set_stage
 from tests.api.test_stage_tables import ANSWERS, STATES
-from tests.browser.conftest import SHOTS, SIZES, TOKEN, assert_accessible, picture
+from tests.browser.conftest import LOOKS, SHOTS, SIZES, TOKEN, assert_accessible, picture
 from tests.pipelines.rehearsal.rehearsal_stage import benchmark_report
 from tests.workers.plots.synthetic import train_report
 
@@ -100,9 +98,8 @@ def test_the_log_of_a_running_stage_is_followed_and_stays_open_when_the_stage_en
     assert faults == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_pipeline_is_a_graph_whose_parts_fan_out_between_the_stages_before_and_after(
-        scheme: str, guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
     sweep, stages = job_in(guarded, tmp_path, "sweep")
     parts = [stage("train", "Running" if number > 3 else "Succeeded", f"rate-{number}",
                    progress=Progress(done=2400, total=9000, unit="steps", rate=12.3, eta_s=540)) for number in range(8)]
@@ -112,7 +109,7 @@ def test_the_pipeline_is_a_graph_whose_parts_fan_out_between_the_stages_before_a
     set_stages(guarded, single, "Failed", stage("regenerate"), stage("capture", "Failed", reason="Crashed",
                                                                      message="it crashed", hint="look at its log"))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         for job, name in ((sweep, "sweep"), (single, "single")):
             page = signed_in(guarded, open_page, f"/console/jobs/{job}", color_scheme=scheme,
                              viewport={"width": width, "height": height})
@@ -302,9 +299,8 @@ def test_a_leaderboard_by_suite_and_temperature_has_their_ranks_and_its_address_
     section.locator("tbody tr", has_text="2.65x").wait_for()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible_and_fits_with_everything_open(
-        scheme: str, guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
+        guarded: Server, tmp_path: Path, open_page: OpenPage, faults: list[str]) -> None:
     job, stages = job_in(guarded, tmp_path, labels={"note": "a long value " * 12})
     other, _ = job_in(guarded, tmp_path, "other", train={"epochs": 3}, serve={"endpoint": "elsewhere"})
     measure(guarded, job)
@@ -318,7 +314,7 @@ def test_the_page_is_accessible_and_fits_with_everything_open(
     set_stages(guarded, job, "Failed", stage("regenerate"), stage("capture"), stage("train", key="a"),
                stage("train", key="b"), stage("tune"), stage("prove", "Failed", reason="Crashed", message="exit 1"))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    for width, height in SIZES:
+    for (width, height), scheme in LOOKS:
         options = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
         page = signed_in(guarded, open_page, f"/console/jobs/{job}", **options)
         for name, path in (("job-page", ""), ("job-diff", f"/diff?with={other}"), ("job-plan", "/plan")):
