@@ -21,8 +21,11 @@ from tests.sglang.mixture_target import begin_from_quickstart
 NUM_EXPERTS, ACTIVE, _EXPERT_SIZE = 4, 2, 32
 
 
-def write_mtp_target(directory: Path, *, with_mtp: bool = True, seed: int = 0) -> Path:
-    """Write the checkpoint with its tokenizer; return its directory. An existing one is replaced."""
+def write_mtp_target(directory: Path, *, with_mtp: bool = True, seed: int = 0, spread: float = 0.0) -> Path:
+    """Write the checkpoint with its tokenizer; return its directory. An existing one is replaced.
+
+    spread   of what the layer reads of the token before
+    """
     config, weights = begin_from_quickstart(directory)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     config |= {
@@ -34,7 +37,7 @@ def write_mtp_target(directory: Path, *, with_mtp: bool = True, seed: int = 0) -
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if with_mtp:
-        weights |= _mtp_layer(f"model.layers.{layers}", weights, hidden, torch.Generator().manual_seed(seed))
+        weights |= _mtp_layer(f"model.layers.{layers}", weights, hidden, torch.Generator().manual_seed(seed), spread)
     stored = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
@@ -59,15 +62,16 @@ def write_mimo_target(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def _mtp_layer(prefix: str, weights: dict[str, torch.Tensor], hidden: int,
-               generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _mtp_layer(prefix: str, weights: dict[str, torch.Tensor], hidden: int, generator: torch.Generator,
+               spread: float) -> dict[str, torch.Tensor]:
     def random(*shape: int) -> torch.Tensor:
         return 0.02 * torch.randn(shape, generator=generator)
 
     layer = {name: torch.ones(hidden) for name in (
         "enorm.weight", "hnorm.weight", "shared_head.norm.weight", "input_layernorm.weight",
         "post_attention_layernorm.weight")}
-    layer["eh_proj.weight"] = torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), dim=1)
+    layer["eh_proj.weight"] = torch.cat((spread * torch.randn(hidden, hidden, generator=generator), torch.eye(hidden)),
+                                        dim=1)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         layer[f"self_attn.{name}.weight"] = random(*weights[f"model.layers.0.self_attn.{name}.weight"].shape)
     layer["mlp.gate.weight"] = random(NUM_EXPERTS, hidden)

@@ -57,8 +57,10 @@ def test_sglang_verifies_as_much_of_a_block_as_its_confidences_pay_for(plain: Sg
     drafter, table = trained_drafter("dspark"), tmp_path / "steps.json"
     widths = range(1, BLOCK + 2)  # each token more that is verified makes a step longer by a third of the first
     table.write_text(json.dumps({"sample_batch_tokens": list(widths), "max_batch_tokens": 64,
-                                 "sample_steps_per_sec": [1 / (1 + (width - 1) / 3) for width in widths]}))
-    line = flags(*drafting(drafter, CHAIN), "--speculative-dspark-sps-table-path", str(table))
+                                 "sample_steps_per_sec": [1 / (1 + (width - 1) / 3) for width in widths],
+                                 "temperatures": [1.25] * BLOCK}))  # one file for both, as launch lines have it
+    line = flags(*drafting(drafter, CHAIN), "--speculative-dspark-sps-table-path", str(table),
+                 "--speculative-dspark-confidence-sts-path", str(table))
     verified = Counter[int]()
     with serving(line, tmp_path, SGLANG_RAGGED_VERIFY_MODE="cap-accept") as drafted:
         for prompt in prompts[::2]:

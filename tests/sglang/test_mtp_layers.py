@@ -5,11 +5,14 @@ The target is the shipped Llama as a GLM-4.5-MoE with one random MTP layer (`mtp
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.contract.benchmark import BenchmarkSpec, RivalSpec, SuiteSpec
@@ -25,6 +28,7 @@ from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES
 from eyrie_workers.data.suites import load_suite
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.mtp import FAMILY
+from eyrie_workers.drafters.published import copy_mtp_layers
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.benchmark import benchmark
@@ -36,7 +40,7 @@ from eyrie_workers.targets.templates import ChatTokenizer
 from eyrie_workers.training.objective import StepContext
 from tests.packed_rows import pack_rows
 from tests.sglang.mtp_target import write_mimo_target, write_mtp_target
-from tests.sglang.servers import environment, let_stages_start_it, sglang_python
+from tests.sglang.servers import TARGET, environment, flags, let_stages_start_it, serving, sglang_python
 from tests.sglang.test_prove_stage import stage_directory
 
 STEPS = 80
@@ -115,6 +119,87 @@ def test_mtp_layers_are_benchmarked_tuned_and_proven_without_changing_an_answer(
     assert proven.parity is not None
     assert proven.parity.passed, proven.parity.reasons
     assert "rounds not replayed: Eyrie does not compute the target's MTP layers" in " ".join(proven.parity.reasons)
+
+
+def plain_layer(w: dict[str, torch.Tensor], config: dict[str, Any], embed: torch.Tensor, tokens: list[int],
+                states: torch.Tensor) -> torch.Tensor:
+    """[N, H] of GLM-4.5's MTP layer over the pairs (token behind a position, state at it), behind its last norm."""
+    heads, kv, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w[f"{name}.weight"]
+
+    def heads_of(x: torch.Tensor, name: str, count: int, rotated: bool) -> torch.Tensor:
+        y = (x @ w[f"self_attn.{name}.weight"].T).view(len(x), count, -1)
+        half = y.shape[-1] // 2
+        angles = torch.arange(len(x))[:, None, None] * config["rope_theta"] ** (-torch.arange(half) / half)
+        first, second = y[..., :half], y[..., half:]
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()],
+                         -1) if rotated else y
+
+    def mlp(x: torch.Tensor, name: str) -> torch.Tensor:
+        gate, up = (x @ w[f"mlp.{name}.{part}_proj.weight"].T for part in ("gate", "up"))
+        return (torch.nn.functional.silu(gate) * up) @ w[f"mlp.{name}.down_proj.weight"].T
+
+    x = torch.cat([rms(embed[tokens], "enorm"), rms(states, "hnorm")], 1) @ w["eh_proj.weight"].T
+    normed = rms(x, "input_layernorm")
+    q = heads_of(normed, "q_proj", heads, True)
+    k, v = (heads_of(normed, name, kv, name == "k_proj").repeat_interleave(heads // kv, 1)
+            for name in ("k_proj", "v_proj"))
+    scores = torch.einsum("qhe,khe->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden_future = torch.ones(len(x), len(x)).triu(1).bool()
+    attended = torch.einsum("hqk,khe->qhe", scores.masked_fill(hidden_future, -torch.inf).softmax(-1), v)
+    x = x + attended.flatten(1) @ w["self_attn.o_proj.weight"].T
+    normed, places = rms(x, "post_attention_layernorm"), []
+    for row in normed:
+        affinity = (w["mlp.gate.weight"] @ row).sigmoid()
+        chosen = (affinity + w["mlp.gate.e_score_correction_bias"]).topk(config["num_experts_per_tok"]).indices
+        share = affinity[chosen] / affinity[chosen].sum()
+        experts = torch.stack([mlp(row, f"experts.{expert}") for expert in chosen.tolist()])
+        places.append(mlp(row, "shared_experts") + share @ experts)
+    return rms(x + torch.stack(places), "shared_head.norm")
+
+
+@pytest.mark.slow
+def test_the_layer_of_a_mixture_drafts_in_sglang_what_plain_code_drafts_from_its_weights(tmp_path: Path) -> None:
+    """Accepted lengths of a hundred rounds, so another order of inputs, another router or another norm would show."""
+    target_dir, tokens = write_mtp_target(tmp_path / "target", spread=0.05), 64
+    config, weights = json.loads((target_dir / "config.json").read_text()), load_file(target_dir / "model.safetensors")
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    layer = {name.removeprefix(prefix): weight.float() for name, weight in weights.items() if name.startswith(prefix)}
+    copy_mtp_layers(target_dir, tmp_path / "drafter")
+    target = load_target(TARGET)
+    head, embed = target.lm_head_weight.float(), target.embed_weight.float()
+    prompts = [ChatTokenizer(TARGET).render(prompt.messages) for prompt in load_suite(SuiteSpec(
+        name="chat", path="quickstart:chat", max_prompts=6))]
+    line = list(flags("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path / "drafter"),
+                      "--speculative-num-steps", "2", "--speculative-eagle-topk", "1",
+                      "--speculative-num-draft-tokens", "3"))
+    line[line.index("--model-path") + 1] = str(target_dir)
+    found, expected = Counter[int](), Counter[int]()
+    with serving(line, tmp_path) as server:
+        for prompt in prompts:
+            answer = httpx.post(f"{server.url}/generate", timeout=300, trust_env=False, json={
+                "input_ids": prompt, "sampling_params": {
+                    "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}).json()
+            text = [*prompt, *answer["output_ids"]]
+            found.update(dict(enumerate(answer["meta_info"]["spec_correct_drafts_histogram"])))
+            [(_, states)] = target.hidden_states([torch.tensor(text)], ())
+            settled = len(prompt) + 1  # the prefill's token
+            while settled < len(text):
+                pairs, seen, accepted = text[1:settled], states[:settled - 1].float(), 0
+                for _ in range(2):
+                    after = plain_layer(layer, config, embed, pairs, seen)[-1:]
+                    pairs, seen = [*pairs, int((after @ head.T).argmax())], torch.cat([seen, after])
+                while accepted < 2 and text[settled + accepted:settled + accepted + 1] == pairs[settled - 1 + accepted:
+                                                                                               settled + accepted]:
+                    accepted += 1
+                expected[accepted] += 1
+                settled += accepted + 1
+    assert sum(found.values()) >= 100
+    assert min(found[length] for length in range(3)) > 0
+    # The round that ends an answer may accept more than the answer has room for.
+    assert sum(abs(found[length] - expected[length]) for length in range(3)) <= 2 * len(prompts)
 
 
 @pytest.mark.slow

@@ -17,9 +17,11 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dspark import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
+from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from tests.workers.drafters.test_dflash import (
+    FIRST_STEP,
     HIDDEN,
     LAYERS,
     STEPS,
@@ -93,6 +95,20 @@ def test_evaluation_measures_the_drafting_alone(target: TargetModel) -> None:
     assert drafter.confidence_head is not None
     torch.nn.init.constant_(drafter.confidence_head.proj.bias, 9.0)
     assert float(objective(packed).loss.detach()) == before
+
+
+def test_evaluation_has_the_confidences_and_an_export_their_temperatures(target: TargetModel, tmp_path: Path) -> None:
+    drafter, packed = drafter_for(target, "gated"), documents((9, 12))
+    objective = FAMILY.objective(drafter, ends_of(target), TrainSpec(unrolled_fraction=1.0), 12, torch.float32)
+    outcome = objective(packed)
+    assert [of.shape for of in outcome.confidences] == [of.shape for of in outcome.hits]
+    assert objective(packed, FIRST_STEP).confidences == ()
+    objective.calibrate((2.0, 0.5, 1.0))
+    FAMILY.save(tmp_path, drafter, "float32", None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["eyrie"] == {"confidence_temperatures": [2.0, 0.5, 1.0]}
+    assert read_drafter(str(tmp_path), config).confidence_temperatures == (2.0, 0.5, 1.0)
+    assert isinstance(open_drafter(tmp_path, target), DFlashProposer)
 
 
 def test_a_drafter_without_a_confidence_head_is_read_and_continued(target: TargetModel, tmp_path: Path) -> None:

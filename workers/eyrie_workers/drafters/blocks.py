@@ -150,6 +150,7 @@ class DFlashDrafter(nn.Module):
         markov = config.markov
         self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
         self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
+        self.confidence_temperatures: tuple[float, ...] = ()
         domino = config.domino
         self.domino_head = DominoHead(domino, config.decoder.vocab_size, hidden) if domino else None
         self.candidate_selector = CandidateSelector(config.selector, config.decoder.vocab_size, hidden) \
@@ -254,6 +255,9 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         return Prediction(tuple(torch.cat([state, z], 1) for state, z in zip(states, read, strict=True)),
                           torch.cat([self._head_VH, head.bias_VM.to(self.dtype)], 1), accepted=accepted,
                           base=None if config.domino is None else (states_NH, self._head_VH))
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        self.drafter.confidence_temperatures = temperatures
 
     def base_share(self, context: StepContext) -> float:
         return 0.0 if self.drafter.config.domino is None else base_share(context)
@@ -465,9 +469,11 @@ def mask_token(special: Sequence[int], target: TargetConfig) -> int:
 
 def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
     config = drafter.config
-    head = {} if config.markov is None else {
+    head: dict[str, Any] = {} if config.markov is None else {
         "markov_head_type": config.markov.kind, "markov_rank": config.markov.rank,
         "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence}
+    if drafter.confidence_temperatures:
+        head["eyrie"] = {"confidence_temperatures": list(drafter.confidence_temperatures)}
     causal = {} if config.domino is None else {
         "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": config.domino.shifted,
         "gru_hidden_dim": config.domino.state_size, "emb_dim": config.domino.rank}

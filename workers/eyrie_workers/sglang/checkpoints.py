@@ -62,6 +62,9 @@ class DrafterCheckpoint:
     confident: bool = True
     """Whether a DSpark drafter has a confidence head."""
 
+    confidence_temperatures: tuple[float, ...] = ()
+    """By which its confidences of each step are divided; empty: none were fitted."""
+
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
     """Read a target's `config.json`. Raises Unlaunchable naming the missing field."""
@@ -108,7 +111,8 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
         block_size=block_size + (algorithm == "DSPARK") if isinstance(block_size, int) else None,
         whole_vocabulary=config.get("draft_vocab_size") in (None, config.get("vocab_size")),
         bfloat16_only=isinstance(blocks, Mapping) and blocks.get("projector_type") == "domino",
-        confident=bool(config.get("enable_confidence_head")))
+        confident=bool(config.get("enable_confidence_head")), confidence_temperatures=tuple(
+            own.get("confidence_temperatures", ()) if isinstance(own, Mapping) else ()))
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:

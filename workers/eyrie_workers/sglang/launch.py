@@ -170,7 +170,15 @@ def adaptive_config(plan: LaunchPlan) -> str | None:
         slots = {"sample_batch_tokens": [rate.batch_tokens for rate in rates],
                  "sample_steps_per_sec": [rate.steps_per_s for rate in rates],
                  "max_batch_tokens": rates[-1].batch_tokens}
+        if _calibrated(plan):  # SGLang reads each of the two from a file, and what it does not know it leaves
+            slots["temperatures"] = list(plan.drafter.confidence_temperatures if plan.drafter else ())
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
+
+
+def _calibrated(plan: LaunchPlan) -> bool:
+    """Whether the drafter has a temperature for each step of the plan's chain, as SGLang requires."""
+    return (plan.drafter is not None and plan.setting.tree is not None
+            and len(plan.drafter.confidence_temperatures) == plan.setting.tree.num_steps)
 
 
 def _draft_serving(plan: LaunchPlan) -> DraftServing:
@@ -281,6 +289,8 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
         line += ["--speculative-draft-kv-cache-dtype", draft.kv_dtype]
     if draft.step_rates:
         line += ["--speculative-dspark-sps-table-path", str(plan.adaptive_path)]
+        if _calibrated(plan):
+            line += ["--speculative-dspark-confidence-sts-path", str(plan.adaptive_path)]
     if draft.quantization is not None or (plan.target.quantised and drafter.quantised is None):
         # The default is the target's quantisation.
         line += ["--speculative-draft-model-quantization", draft.quantization or "unquant"]

@@ -527,6 +527,7 @@ class TrainingRun:
             train=self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT)), step=step,
             epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
             draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
+        self.trainer.objective.calibrate(evaluation.temperatures)
         self.family.save(directory, self.drafter, self.spec.target.dtype, card)
         self.reports.append(CheckpointReport(
             name=name, candidate=self.spec.candidate, step=step, path=f"checkpoints/{name}",

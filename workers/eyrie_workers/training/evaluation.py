@@ -9,6 +9,10 @@ A hit at step s is the drafter's most probable token equal to the target's, give
 
 The last is the tokens per target pass of a chain if drafting and verifying many tokens cost nothing; it ranks
 checkpoints before any is served. Counts are accumulated, not ratios, so that batches and processes add up exactly.
+
+Confidences (DSpark) are calibrated as they are read, one step after the other: the temperature of step s is the one
+with the lowest cross-entropy of sigmoid(confidence / temperature) against hits, over roots whose steps before s all hit
+(the sequential temperature scaling of arXiv:2607.05147). They are counted in bins.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +22,7 @@ from operator import mul
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
@@ -33,6 +38,8 @@ class Evaluation:
     hit_before: tuple[int, ...]
     hit_so_far: tuple[int, ...]
     loss: float
+    temperatures: tuple[float, ...] = ()
+    """Of the confidences of each step; empty for a drafter without."""
 
     @property
     def accuracy(self) -> tuple[float, ...]:
@@ -62,11 +69,32 @@ def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, 
     return counts
 
 
+_MOST, _PER_UNIT = 12, 4  # bins of confidences: the largest logit, and how many to a unit
+_FEWEST = 50
+"""Roots from which a temperature is fitted."""
+
+
+def fit_temperatures(counts_SB2: Tensor) -> tuple[float, ...]:
+    """The temperature of each step, between 1/5 and 5; 1 where there are too few roots.
+
+    counts_SB2   [S, B, 2] roots, and those that hit, by bin of the logit
+    """
+    logits_B = (torch.arange(counts_SB2.shape[1], dtype=torch.float64) / _PER_UNIT - _MOST)
+    tried_T = torch.logspace(-1, 1, 201, base=5, dtype=torch.float64)
+    of_all, of_none = (F.softplus(sign * logits_B[:, None] / tried_T) for sign in (-1, 1))  # losses of a hit, of none
+    fitted = []
+    for roots_B, hits_B in counts_SB2.transpose(1, 2):
+        loss_T = hits_B @ of_all + (roots_B - hits_B) @ of_none
+        fitted.append(float(tried_T[loss_T.argmin()]) if float(roots_B.sum()) >= _FEWEST else 1.0)
+    return tuple(fitted)
+
+
 class HitCounts:
     def __init__(self, ttt_length: int) -> None:
         self._ttt_length = ttt_length
         self._totals = [(0, 0, 0, 0)] * ttt_length
         self._loss_sum, self._weight = 0.0, 0
+        self._confidences_SB2 = torch.zeros(ttt_length, 2 * _MOST * _PER_UNIT + 1, 2, dtype=torch.float64)
 
     def add(self, outcome: Outcome) -> None:
         counts = count_hits(outcome.hits, self._ttt_length)
@@ -74,6 +102,13 @@ class HitCounts:
                         for total, count in zip(self._totals, counts, strict=True)]
         self._loss_sum += float(outcome.loss) * outcome.supervised  # a sum, not a mean: batches differ in size
         self._weight += outcome.supervised
+        so_far: Tensor | None = None
+        for counts_B2, logits, hit in zip(self._confidences_SB2, outcome.confidences, outcome.hits, strict=False):
+            before = torch.ones_like(hit) if so_far is None else so_far[: hit.numel()]
+            so_far = before & hit
+            place = ((logits[before].clamp(-_MOST, _MOST) + _MOST) * _PER_UNIT).round().long().cpu()
+            for column, of in enumerate((torch.ones_like(place), hit[before].cpu())):
+                counts_B2[:, column] += torch.bincount(place, of.double(), len(counts_B2))
 
     def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
         """Of all batches. The loss is the batches' mean, weighted by their supervised token predictions.
@@ -81,11 +116,13 @@ class HitCounts:
         total  sums a tensor over all processes, each of which evaluated its own batches.
         """
         # One collective for all counts. float64 holds each count exactly.
-        sums = total(torch.tensor([*(float(count) for counts in self._totals for count in counts), self._loss_sum,
-                                   float(self._weight)], dtype=torch.float64))
+        counts = [*(float(count) for counts in self._totals for count in counts), self._loss_sum, float(self._weight)]
+        sums = total(torch.cat([torch.tensor(counts, dtype=torch.float64), self._confidences_SB2.flatten()]))
+        sums, confidences = sums.split([len(counts), self._confidences_SB2.numel()])
         table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()
         predicted, hit, before, after = (tuple(column) for column in table)
-        return Evaluation(predicted, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))
+        return Evaluation(predicted, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)),
+                          fit_temperatures(confidences.view_as(self._confidences_SB2)) if confidences.any() else ())
 
 
 @torch.no_grad()

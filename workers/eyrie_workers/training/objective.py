@@ -179,6 +179,7 @@ class Outcome:
     hits        per step: [R_s] bool, the drafter's most probable token is the target's. Roots of step s are the first
                 R_s of step s - 1, so "all hits so far" is a product of prefixes. Empty in training: finding the most
                 probable token costs 4 % of a training step.
+    confidences per step, in evaluation of a drafter with a confidence head: [R_s] its logits that predictions are hits.
     flops       arithmetic that training on the batch needs (`Objective.flops`).
     computed    token predictions computed, including those that pad to a round number of rows.
     """
@@ -186,6 +187,7 @@ class Outcome:
     loss: Tensor
     supervised: int
     hits: tuple[Tensor, ...] = ()
+    confidences: tuple[Tensor, ...] = ()
     flops: int = 0
     computed: int = 0
 
@@ -293,6 +295,9 @@ class Objective(ABC, Generic[DrafterT]):
 
         evaluating  as in serving, from the drafter's own proposals where it reads any; otherwise as it is trained.
         """
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Let the drafter be exported with those of its confidences (`Evaluation.temperatures`)."""
 
     def base_share(self, context: StepContext) -> float:
         """The share of the loss that is `Prediction.base`'s at a training step."""
@@ -415,12 +420,14 @@ class Objective(ABC, Generic[DrafterT]):
             loss = loss + torch.dot(extra_N, supervision.share_N.to(extra_N.dtype))
         # 5. In evaluation the hits. A target token outside the draft vocabulary cannot be proposed: it is never one.
         hits: tuple[Tensor, ...] = ()
+        confidences: tuple[Tensor, ...] = ()
         if evaluating:
             hits_N = (choice_N == table.choice_R[supervision.row_N]) & table.inside_R[supervision.row_N]
             hits = hits_N.split([alive for alive in plan.alive if alive])
+            if prediction.accepted is not None:
+                confidences = prediction.accepted.split([alive for alive in plan.alive if alive])
         supervised = plan.num_predictions
-        return Outcome(loss, supervised, hits, self.flops(plan), prediction.computed or supervised)
-
+        return Outcome(loss, supervised, hits, confidences, self.flops(plan), prediction.computed or supervised)
 
     def _acceptance_loss(self, logits_N: Tensor, states_NH: Tensor, head_VH: Tensor, supervision: Supervision,
                          losses_N: Tensor) -> Tensor:

@@ -446,6 +446,14 @@ def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() ->
         if document is not None:
             assert json.loads(document) == {"sample_batch_tokens": [1, 6], "sample_steps_per_sec": [40.0, 20.0],
                                             "max_batch_tokens": 6}
+    calibrated = replace(asked, setting=Setting(tree=DraftTreeShape(num_steps=2, num_draft_tokens=3, draft=DraftServing(
+        step_rates=rates))), drafter=replace(asked.drafter or pytest.fail("none"), confidence_temperatures=(2.0, 0.5)))
+    assert value(launch_arguments(calibrated), "--speculative-dspark-confidence-sts-path") == "/a.json"
+    assert json.loads(adaptive_config(calibrated) or "")["temperatures"] == [2.0, 0.5]
+    longer = replace(calibrated, setting=asked.setting.model_copy(update={"tree": calibrated.setting.tree and
+        calibrated.setting.tree.model_copy(update={"num_steps": 5, "num_draft_tokens": 6})}))
+    assert "--speculative-dspark-confidence-sts-path" not in launch_arguments(longer), "SGLang takes one for each step"
+    assert "temperatures" not in json.loads(adaptive_config(longer) or "")
     with pytest.raises(Unlaunchable, match="is of DSpark's confidences"):
         launch_arguments(drafted("DFLASH", asked.setting))
     with pytest.raises(Unlaunchable, match="no confidence head"):
