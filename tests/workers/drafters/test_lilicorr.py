@@ -117,7 +117,10 @@ def test_each_drafted_token_is_the_best_transition_from_the_one_before(target: T
     check_drafts(drafter, ends, proposer, naive_logits)
 
 
-def test_its_loss_and_gradients_are_those_of_the_formulas_next_to_the_blocks_own(target: TargetModel) -> None:
+@pytest.mark.parametrize("at_once", [512, 2])
+def test_its_loss_and_gradients_are_those_of_the_formulas_next_to_the_blocks_own(
+        at_once: int, target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_workers.drafters.lilicorr._BLOCKS", at_once)
     drafter, packed, ends = lilicorr(target).double(), documents((9, 12), torch.float64), ends_of(target)
     ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
     # The true tokens after each document's first root: its third candidates, but for one of the second that is none.

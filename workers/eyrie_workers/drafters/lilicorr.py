@@ -34,12 +34,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from eyrie_workers.drafters.dflash2 import CandidateSteps, likeliest
 from eyrie_workers.training.objective import Supervision
 
 _CROSS_ENTROPY, _REJECTION = 0.25, 0.25
 _NUM_FEATURES = 5
+_BLOCKS = 512  # scored at once; where there are more, scores are computed again for their gradient
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,12 @@ class LiLiCorrHead(nn.Module):
         top_k = min(self.config.candidate_topk, head_VH.shape[0])
         logits, ids, total = likeliest(states_RSH.flatten(0, 1), head_VH, top_k)
         ids_RSK = ids.unflatten(0, (whole, -1))
-        start_RK, pair_RSKK = self.scores(ids_RSK, (logits - total[:, None]).view(ids_RSK.shape), states_RSH, anchor_RH,
-                                          embed_VH)
+        log_p_RSK = (logits - total[:, None]).view(ids_RSK.shape)
+        parts = zip(*(of.split(_BLOCKS) for of in (ids_RSK, log_p_RSK, states_RSH, anchor_RH)), strict=True)
+        scored = [checkpoint(self.scores, ids_PSK, log_p_PSK, states_PSH, anchor_PH, embed_VH, use_reentrant=False)
+                  if whole > _BLOCKS else self.scores(ids_PSK, log_p_PSK, states_PSH, anchor_PH, embed_VH)
+                  for ids_PSK, log_p_PSK, states_PSH, anchor_PH in parts]
+        start_RK, pair_RSKK = (torch.cat(of) for of in zip(*scored, strict=True))
         is_true_RSK = ids_RSK == true_RS[..., None]
         place_RS = is_true_RSK.to(torch.int8).argmax(-1)
         reached_RS = is_true_RSK.any(-1).to(torch.int8).cumprod(1)  # the true token and all before it are candidates
