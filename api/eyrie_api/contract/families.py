@@ -30,6 +30,9 @@ SGLangAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK"]
 
 TreeKind = Literal["chain", "static tree", "tree"]
 
+PUBLISHED_STEPS = 4
+"""Depth of the chains with which families were compared on the published model."""
+
 BLOCK_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("DFLASH", "DSPARK")
 """SGLang's algorithms for drafters of blocks: chains of a whole block, on GPUs alone."""
 
@@ -122,6 +125,10 @@ class DrafterFamily:
     quickstart_speedup: float | None
     """Speed-up of its best form on the shipped target: greedy, one request at a time, after 100 s of training. None:
     not measured; `eyrie compare` trains such a family where it is named."""
+
+    published_tau: float | None = None
+    """tau on the published model after eight minutes of training on two cores: greedy, chains of `PUBLISHED_STEPS`
+    (docs/results/published.md). `sweep.families: [auto]` predicts with it. None: experimental, or not measured."""
 
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
@@ -287,14 +294,15 @@ _ROWS = (
         variant_fields=_EAGLE3_VARIANTS,
         best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
                  "so each second of training covers fewer tokens",
-        drafting_cost="one small layer per token", quickstart_speedup=1.98),
+        drafting_cost="one small layer per token", quickstart_speedup=1.98, published_tau=1.53),
     DrafterFamily(
         name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
         architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
         parameters=_eagle1_parameters, sglang_algorithm="EAGLE",
         drafting_weights=lambda sizes, depth: depth * (_eagle1_parameters(sizes) + _output_matrix(sizes)),
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
-        drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41),
+        drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41,
+        published_tau=1.48),
     DrafterFamily(
         name="mtp", title="MTP layer", module="eyrie_workers.drafters.mtp", of_target=True,
         architecture="MiMoForCausalLM", target_states="final", whole_vocabulary=True,
@@ -308,7 +316,7 @@ _ROWS = (
         architecture="MedusaModel", target_states="final", whole_vocabulary=False,
         parameters=_medusa_parameters, drafting_weights=lambda sizes, _depth: _medusa_parameters(sizes),
         best_for="shallow drafts at the lowest drafting cost: nothing is computed between two depths",
-        drafting_cost="one pass for all depths", quickstart_speedup=2.33),
+        drafting_cost="one pass for all depths", quickstart_speedup=2.33, published_tau=1.36),
     DrafterFamily(
         name="hydra", title="Hydra", module="eyrie_workers.drafters.hydra",
         architecture="EyrieHydra", target_states="final", whole_vocabulary=False,
@@ -316,7 +324,7 @@ _ROWS = (
         drafting_weights=lambda sizes, depth: (2 * sizes.target.hidden_size**2 * sum(range(2, 2 + depth))
                                                + depth * _output_matrix(sizes)),
         best_for="targets on which Medusa's heads contradict one another: each head reads the tokens before its own",
-        drafting_cost="one perceptron per token", quickstart_speedup=2.43),
+        drafting_cost="one perceptron per token", quickstart_speedup=2.43, published_tau=1.57),
     DrafterFamily(
         name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
         architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
@@ -326,7 +334,7 @@ _ROWS = (
             _standalone_parameters(sizes) - sizes.output_vocab_size * _standalone_width(sizes)),
         best_for="targets of which only the text is available; it stores least, and has its own embedding and output "
                  "matrix",
-        drafting_cost="a small language model per token", quickstart_speedup=1.80),
+        drafting_cost="a small language model per token", quickstart_speedup=1.80, published_tau=1.31),
     DrafterFamily(
         name="dflash", title="DFlash", module="eyrie_workers.drafters.dflash", continues=True,
         architecture="DFlashDraftModel", read_architectures=("DFlash2DraftModel", "LiLiCorrDraftModel"),
@@ -335,7 +343,7 @@ _ROWS = (
         drafting_weights=_dflash_drafting_weights,
         variant_fields=("causal_head",),
         best_for="long drafts on hardware with spare arithmetic: a whole block in one pass",
-        drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61),
+        drafting_cost="one pass of a few layers per block", quickstart_speedup=1.61, published_tau=1.22),
     DrafterFamily(
         name="dspark", title="DSpark", module="eyrie_workers.drafters.dspark", continues=True,
         architecture="DSparkDraftModel", target_states="fused", whole_vocabulary=True,
@@ -362,6 +370,13 @@ def known_family(name: str) -> str:
 
 Family = Annotated[str, AfterValidator(known_family), WithJsonSchema({"type": "string", "enum": [*FAMILIES]})]
 """Name of a row of `FAMILIES`."""
+
+
+AUTO = "auto"
+"""In `sweep.families`: those that the plan predicts near the fastest (`planning.likely_families`)."""
+
+SweptFamily = Annotated[str, AfterValidator(lambda name: name if name == AUTO else known_family(name)),
+                        WithJsonSchema({"type": "string", "enum": [*FAMILIES, AUTO]})]
 
 
 def sglang_families() -> tuple[str, ...]:

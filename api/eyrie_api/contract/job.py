@@ -14,7 +14,7 @@ from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftServing, EngineSpec, Verification
-from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS, Family, sglang_families
+from eyrie_api.contract.families import AUTO, FAMILIES, VARIANT_FIELDS, Family, sglang_families
 from eyrie_api.contract.model import Frozen, Name
 from eyrie_api.contract.placement import JobPlacement
 from eyrie_api.contract.promotion import PromotionPolicy
@@ -164,8 +164,9 @@ class JobSpec(Frozen):
 
     @property
     def trained_families(self) -> tuple[Family, ...]:
-        """Those that the job trains."""
-        return (self.sweep.families or (self.drafter.family,)) if self.trains else ()
+        """Those that the job trains; none while they are to be predicted (`sweep.families: [auto]`)."""
+        families = self.sweep.families or (self.drafter.family,)
+        return tuple(name for name in families if name != AUTO) if self.trains else ()
 
     @property
     def stages(self) -> tuple[StageName, ...]:

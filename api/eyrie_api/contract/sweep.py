@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from eyrie_api.contract.families import Family
+from eyrie_api.contract.families import SweptFamily
 from eyrie_api.contract.model import Frozen
 
 
@@ -63,8 +63,9 @@ class SweepSpec(Frozen):
     axes: tuple[SweepAxis, ...] = Field((), max_length=8)
     """The settings varied; none trains one candidate for each family."""
 
-    families: tuple[Family, ...] = Field((), max_length=16)
-    """Families to train, each at every point of the grid; default: drafter.family alone."""
+    families: tuple[SweptFamily, ...] = Field((), max_length=16)
+    """Families to train, each at every point of the grid; default: drafter.family alone. `[auto]`: those that the plan
+    predicts within a tenth of the fastest, for this target and GPU."""
 
     max_candidates: int = Field(16, ge=1, le=256)
     """A sweep that would train more is refused."""

@@ -17,7 +17,7 @@ from eyrie_api.contract.benchmark import SuiteSpec
 from eyrie_api.contract.cluster import ClusterProfile
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineSpec
-from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.families import AUTO, FAMILIES
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import CapturedLayers, Demand, PlacedGpus, ResolvedJob
@@ -28,6 +28,7 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.facts import Device, Facts, stored_dtype
 from eyrie_api.planning.hardware import BATCH
+from eyrie_api.planning.likely_families import with_likely_families
 from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement, serving_gpus
 from eyrie_api.planning.sweep import expand, trains_together
 
@@ -60,6 +61,9 @@ def resolve(spec: JobSpec, facts: Facts) -> ResolvedJob:
         num_gpus = gpus["regenerate"].num_gpus
         spec = with_gpu_defaults(spec, has_sglang=device == "gpu" and facts.has_sglang,
                                  num_gpus=(spec.engine.num_gpus or 1) if num_gpus is None else num_gpus)
+    if AUTO in spec.sweep.families:
+        architectures = facts.config.get("architectures") or [""]
+        spec = with_likely_families(spec, facts.sizes, str(architectures[0]), gpus["prove"].gpu_type, device == "gpu")
     spec = _with_engine_defaults(_with_suites(with_declared_loads(spec), facts.data.rows), device)
     job = derive(spec, gpus, serving, on_cluster=profile is not None)
     if profile is not None:
