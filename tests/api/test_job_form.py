@@ -77,8 +77,8 @@ def test_what_must_be_given_is_among_the_usual_fields() -> None:
     ("/tune/budget_s", "600.0", "seconds; above 0; at most 1,000,000"),
     ("/capture/max_bytes", "", "bytes; 65,536 to 1,152,921,504,606,846,976"),
     ("/tune/top_k", "1, 2, 4", "separated by commas; whole number; 1 to 64"),
-    ("/sweep/families", "", "separated by commas; of eagle3, eagle1, mtp, medusa, hydra, standalone, dflash, dspark; "
-                            "0 to 16 of them"),
+    ("/sweep/families", "", "separated by commas; of eagle3, eagle1, mtp, medusa, hydra, standalone, dflash, dspark, "
+                            "auto; 0 to 16 of them"),
     ("/sweep/rungs", "0.25, 0.5", "separated by commas; number; above 0; below 1; 0 to 8 of them; [] for none"),
     ("/labels", "", "JSON"),
     ("/name", "", "")])
