@@ -102,10 +102,10 @@ class SamplingSpec(Frozen):
 class StepRate(Frozen):
     """How fast a server decodes batches of one size."""
 
-    batch_tokens: int = Field(ge=1)
+    batch_tokens: int = Field(ge=1, le=2**20)
     """Verified in one step, of all requests together."""
 
-    steps_per_s: float = Field(gt=0.0)
+    steps_per_s: float = Field(gt=0.0, le=1e6)
     """Such steps in a second, drafting included."""
 
 
