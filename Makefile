@@ -115,7 +115,7 @@ test-browser: setup  ## the console in a real Chromium (needs chromium; screensh
 	  { echo "error: no Chromium on this machine" >&2; echo "hint: apt-get install chromium" >&2; exit 75; }
 	@$(BIN)/python -c 'import playwright, axe_playwright_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip \
 	  --disable-pip-version-check install --quiet -c constraints.txt playwright axe-playwright-python
-	@EYRIE_TEST_BROWSER=1 timeout --kill-after=30 1240 $(BIN)/pytest -n 2 --durations 10 tests/browser
+	@EYRIE_TEST_BROWSER=1 timeout --kill-after=30 1240 $(BIN)/pytest -n 2 --timeout 600 --durations 10 tests/browser
 
 # Triton is installed for this target alone. Two processes, because a process either interprets kernels or compiles them
 # ahead for GPUs that this machine does not have.
