@@ -163,8 +163,8 @@ def test_sigterm_saves_every_candidate_and_the_sweep_resumes(
     command = [sys.executable, "-m", "eyrie_workers.stages.sweep",
                *(part for name in names for part in ("--train", str(tmp_path / name)))]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    wait_for(lambda: any('"loss"' in path.read_text() for path in tmp_path.glob("*/events.jsonl")), "a step",
-             process=process)
+    wait_for(lambda: sum('"loss"' in path.read_text() for path in tmp_path.glob("*/events.jsonl")) == len(names),
+             "a step of each", process=process)
     process.terminate()
     assert process.wait() == INTERRUPTED_EXIT_CODE
     for name in names:
