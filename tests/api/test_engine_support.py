@@ -15,6 +15,7 @@ from eyrie_api.planning.checks import (
     blocks_are_chains_within_their_length,
     check_divided,
     engine_can_compute,
+    heads_read_plain_logits,
     vocabularies_fit,
 )
 from eyrie_api.planning.facts import Device, Facts, local_device
@@ -163,6 +164,21 @@ def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_su
         attention_backend_serves(submitted)
     with pytest.raises(ValidationError, match="engine is 'embedded', which computes drafter and target alike"):
         job_spec(engine="embedded", tune={"drafts": [draft]})
+
+
+@pytest.mark.parametrize(("head", "config", "refused"), [
+    ("lilicorr", {"logit_scale": 0.0625}, True), ("lilicorr", {"text_config": {"final_logit_softcapping": 30.0}}, True),
+    ("lilicorr", {}, False), ("selector", {"logit_scale": 0.0625}, False)])
+def test_a_head_that_reads_logits_without_the_targets_factor_or_bound_is_refused_for_a_target_that_has_one(
+        head: str, config: dict[str, Any], refused: bool) -> None:
+    facts = Facts(local_device="gpu", config={"architectures": ["LlamaForCausalLM"]} | config)
+    spec = job_spec(drafter={"family": "dflash", "causal_head": head})
+    submitted = Submission(resolve(spec, facts), facts, Settings())
+    if not refused:
+        heads_read_plain_logits(submitted)
+        return
+    with pytest.raises(InvalidInput, match="scales or bounds its logits"):
+        heads_read_plain_logits(submitted)
 
 
 def test_drafters_of_blocks_are_ranked_by_chains_within_their_block_in_sglang() -> None:

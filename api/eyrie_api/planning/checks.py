@@ -45,7 +45,7 @@ from eyrie_api.planning.sglang_support import (
 )
 from eyrie_api.planning.submission import Submission
 from eyrie_api.planning.sweep import may_train_together
-from eyrie_api.planning.target_config import check_config, computed_by_reference
+from eyrie_api.planning.target_config import check_config, computed_by_reference, language_model, logit_transform
 from eyrie_api.planning.target_files import check_weights
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import gpu_bytes
@@ -240,6 +240,14 @@ def target_is_computed(submission: Submission) -> None:
     assert submission.facts.sizes is not None  # read here, so that a config without sizes is named first
     if embedded:
         check_config(config)
+
+
+def heads_read_plain_logits(submission: Submission) -> None:
+    """In SGLang LiLiCorr's head reads the logits without the target's factor or bound."""
+    heads = {candidate.drafter.causal_head for candidate in submission.job.candidates}
+    if "lilicorr" in heads and logit_transform(language_model(submission.facts.config)) != (1.0, None):
+        raise InvalidInput("drafter.causal_head is 'lilicorr', and the target scales or bounds its logits: in SGLang "
+                           "the head reads logits without either", "use another head")
 
 
 def states_are_captured(submission: Submission) -> None:
@@ -477,7 +485,8 @@ def rungs_are_at_equal_steps(submission: Submission) -> None:
 
 CHECKS: tuple[Check, ...] = (
     layers_are_distinct, windows_are_of_chains, engine_can_compute, target_is_computed, attention_backend_serves,
-    states_are_captured, quantised_weights_are_computed, target_files_are_whole, pods_fit_a_node, heads_are_divided,
-    layers_have_sglang_ids, blocks_are_chains_within_their_length, drafters_of_the_target, suites_exist,
-    hardware_profiles_exist, shards_fit_the_pod, vocabularies_fit, training_steps_fit, rungs_are_at_equal_steps)
+    heads_read_plain_logits, states_are_captured, quantised_weights_are_computed, target_files_are_whole,
+    pods_fit_a_node, heads_are_divided, layers_have_sglang_ids, blocks_are_chains_within_their_length,
+    drafters_of_the_target, suites_exist, hardware_profiles_exist, shards_fit_the_pod, vocabularies_fit,
+    training_steps_fit, rungs_are_at_equal_steps)
 """In order: later ones assume what earlier ones have checked."""
