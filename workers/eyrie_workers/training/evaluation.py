@@ -12,10 +12,11 @@ checkpoints before any is served. Counts are accumulated, not ratios, so that ba
 
 Confidences (DSpark) are calibrated as they are read, one step after the other: the temperature of step s is the one
 with the lowest cross-entropy of sigmoid(confidence / temperature) against hits, over roots whose steps before s all hit
-(the sequential temperature scaling of arXiv:2607.05147). They are counted in bins.
+(sequential temperature scaling, which SGLang 0.5.23 reads as `--speculative-dspark-confidence-sts-path`). They are
+counted in bins.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -61,12 +62,18 @@ class Evaluation:
 def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
     """Counts (predictions, hits, all hit before, all hit so far) of one batch for each of `ttt_length` steps."""
     counts = [(0, 0, 0, 0)] * ttt_length  # of steps that no root reached, or that the drafter does not predict
-    so_far = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
-    for step, hit in enumerate(hits[:ttt_length]):
-        before = so_far[: hit.numel()]  # the roots of this step are the first of those of the step before
-        so_far = before & hit
-        counts[step] = hit.numel(), int(hit.sum()), int(before.sum()), int(so_far.sum())
+    for step, (hit, before) in enumerate(zip(hits[:ttt_length], hit_before(hits), strict=False)):
+        counts[step] = hit.numel(), int(hit.sum()), int(before.sum()), int((before & hit).sum())
     return counts
+
+
+def hit_before(hits: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Of each step, [R_s] whether all earlier steps of a root hit."""
+    so_far: Tensor | None = None
+    for hit in hits:
+        before = torch.ones_like(hit) if so_far is None else so_far[: hit.numel()]  # roots of a step are the first ones
+        yield before
+        so_far = before & hit
 
 
 _MOST, _PER_UNIT = 12, 4  # bins of confidences: the largest logit, and how many to a unit
@@ -79,7 +86,7 @@ def fit_temperatures(counts_SB2: Tensor) -> tuple[float, ...]:
 
     counts_SB2   [S, B, 2] roots, and those that hit, by bin of the logit
     """
-    logits_B = (torch.arange(counts_SB2.shape[1], dtype=torch.float64) / _PER_UNIT - _MOST)
+    logits_B = torch.arange(counts_SB2.shape[1], dtype=torch.float64) / _PER_UNIT - _MOST
     tried_T = torch.logspace(-1, 1, 201, base=5, dtype=torch.float64)
     of_all, of_none = (F.softplus(sign * logits_B[:, None] / tried_T) for sign in (-1, 1))  # losses of a hit, of none
     fitted = []
@@ -102,10 +109,8 @@ class HitCounts:
                         for total, count in zip(self._totals, counts, strict=True)]
         self._loss_sum += float(outcome.loss) * outcome.supervised  # a sum, not a mean: batches differ in size
         self._weight += outcome.supervised
-        so_far: Tensor | None = None
-        for counts_B2, logits, hit in zip(self._confidences_SB2, outcome.confidences, outcome.hits, strict=False):
-            before = torch.ones_like(hit) if so_far is None else so_far[: hit.numel()]
-            so_far = before & hit
+        for counts_B2, logits, hit, before in zip(self._confidences_SB2, outcome.confidences, outcome.hits,
+                                                  hit_before(outcome.hits), strict=False):
             place = ((logits[before].clamp(-_MOST, _MOST) + _MOST) * _PER_UNIT).round().long().cpu()
             for column, of in enumerate((torch.ones_like(place), hit[before].cpu())):
                 counts_B2[:, column] += torch.bincount(place, of.double(), len(counts_B2))
