@@ -195,7 +195,7 @@ def draft_problem(machine: SglangHardware, draft: DraftServing, algorithm: SGLan
     if draft.step_rates is not None and algorithm != "DSPARK":
         return f"draft.step_rates is of DSpark's confidences, and the drafter is of {algorithm}", "omit it"
     if draft != DraftServing() and machine.platform == "cpu":
-        return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit tune.drafts, and draft of trees"
+        return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit draft"
     if backend is not None and not served.get(backend, False):
         return (f"draft.attention_backend is {backend!r}, which does not draft {algorithm} on {machine.name}",
                 f"use {fits}, or omit it")
