@@ -19,6 +19,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_forms import convert, require_agreement
+from eyrie_api.planning.drafter_rules import expected_tensors
 from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load_drafter
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
@@ -27,7 +28,6 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.objective import StepContext
-from tests.dflash2 import make_dflash2
 from tests.workers.drafters.test_dflash import (
     CHAIN,
     FIRST_STEP,
@@ -51,9 +51,20 @@ CAPPED = SELECTOR | {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
 
 
 def published(target: TargetModel, directory: Path, own: Mapping[str, Any] = SELECTOR) -> Path:
-    """A DFlash2 drafter of random weights."""
+    """A DFlash2 drafter of random weights, with convolutions near the identity."""
     FAMILY.save(directory, drafter_for(target), "float32", None)
-    return make_dflash2(directory, own, selector=0.3, convolutions=0.3)
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["DFlash2DraftModel"]
+    config["dflash_config"] |= own
+    tensors, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(11)
+    for name, shape in expected_tensors("dflash", config).items():
+        if name not in tensors:
+            tensors[name] = torch.randn(shape, generator=generator) * 0.3
+            if name.endswith("base_kernel"):
+                tensors[name][:, 0] += 1.0
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
 
 def convolved(t: Mapping[str, Tensor], name: str, side: int, normed: Tensor, x: Tensor) -> Tensor:
