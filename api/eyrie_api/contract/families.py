@@ -134,7 +134,7 @@ class DrafterFamily:
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
 
     read_architectures: tuple[str, ...] = ()
-    """Of further checkpoints that are drafted with, and not trained."""
+    """Of further checkpoints of the family: other heads on the same block."""
 
     sglang_algorithm: SGLangAlgorithm | None = None
     """None: SGLang 0.5.23 cannot serve it."""
