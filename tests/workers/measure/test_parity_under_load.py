@@ -175,8 +175,8 @@ def test_a_fault_that_plain_requests_of_one_user_do_not_meet_is_found_under_load
     report = compare_under_load("embedded", CHAIN, requests, *answers, divergence, 3)
     found = {request.shape for request, one, two in zip(requests, *answers, strict=True) if not is_same(one, two)}
     if fault in IN_A_BATCH:
+        # In any shape: which requests a batch holds is a matter of moments.
         assert not report.passed
-        assert "plain" in found
         return
     assert found == {"late stop": {"stopped"}, "lost piece": {"streamed"}}.get(fault, set())
     assert report.passed == (not found), report
