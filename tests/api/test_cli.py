@@ -14,11 +14,12 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner, Result
 
-from eyrie_api.cli.commands import app
+from eyrie_api.cli.commands import absolute_paths, app
 from eyrie_api.cli.spec import comparison
 from eyrie_api.client import Client
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import StagePlan
 from eyrie_api.contract.status import Condition, JobStatus, Phase, Progress, StageStatus
 from eyrie_api.database.endpoint_history import Histories
@@ -176,6 +177,15 @@ def test_train_submits_a_job_with_absolute_paths(eyrie: Eyrie, monkeypatch: pyte
         assert client.submitted(job["id"]) == {
             "target": {"model": str(eyrie.target)}, "data": {"sources": [{"path": str(eyrie.chats)}]},
             "train": {"epochs": 1}}, "the document that the command has made of its options"
+    (eyrie.chats.parent / "head").mkdir()
+    resolved = absolute_paths(JobSpec.model_validate({
+        "target": {"model": "org/name"}, "data": {"sources": [{"path": "chats.jsonl"}]},
+        "drafter": {"init_from": "./head"}, "promotion": {"drift": {"traffic_file": "log.jsonl"}},
+        "sweep": {"axes": [{"field": "drafter.init_from", "values": ["head", "job:01", None]}]}}), eyrie.plane.url)
+    here = eyrie.chats.parent
+    assert resolved.drafter.init_from == str(here / "head")
+    assert resolved.sweep.axes[0].values == (str(here / "head"), "job:01", None)
+    assert (resolved.target.model, resolved.promotion.drift.traffic_file) == ("org/name", str(here / "log.jsonl"))
     words = eyrie("train", "--target", str(eyrie.target), "--data", "chats.jsonl", "--no-watch")
     assert words.exit_code == 0
     assert "eyrie watch" in words.stdout

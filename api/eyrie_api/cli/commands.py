@@ -89,6 +89,15 @@ def absolute_paths(job: JobSpec, server: str, target: str | None = None, data: S
                 drafter["path"] = _absolute(drafter["path"], f"{field}[{number}].path")
     for number, suite in enumerate(document.get("benchmark", {}).get("suites", ())):
         suite["path"] = _absolute(suite["path"], f"benchmark.suites[{number}].path")
+    if start := document.get("drafter", {}).get("init_from"):
+        document["drafter"]["init_from"] = _absolute(start, "drafter.init_from")
+    for axis in document.get("sweep", {}).get("axes", ()):
+        if axis["field"] == "drafter.init_from" and "values" in axis:
+            axis["values"] = [_absolute(value, "sweep.axes: drafter.init_from") if isinstance(value, str) else value
+                              for value in axis["values"]]
+    drift = document.get("promotion", {}).get("drift", {})
+    if drift.get("traffic_file") and not is_remote(drift["traffic_file"]):  # it may be written later
+        drift["traffic_file"] = str(Path(drift["traffic_file"]).expanduser().absolute())
     return JobSpec.model_validate(document)
 
 
@@ -155,7 +164,8 @@ def compare(
     data: Data = None,
     file: File = None,
     families: Annotated[str | None, typer.Option(
-        "--families", metavar="NAME,NAME,...", help="Default: all that the job's engine can serve.")] = None,
+        "--families", metavar="NAME,NAME,...",
+        help="Default: all that the job's engine can serve, without dspark and mtp.")] = None,
     rival: Annotated[list[str] | None, typer.Option(
         "--rival", help="A drafter to measure with them, not trained here: directory or Hub id. Repeatable.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Display name; default: compare.")] = None,

@@ -103,8 +103,8 @@ class RivalSpec(Frozen):
     """What it drafts with; `drafter` needs a path. `nextn` is the target's own MTP layers, in engine `sglang`."""
 
     path: str | None = Field(None, min_length=1, max_length=4096)
-    """Directory or Hub id: EAGLE-1/2 and EAGLE-3 in the form of their authors, of SGLang or of speculators; DFlash;
-    Medusa or Hydra of Eyrie; a Llama of the target's vocabulary as draft model."""
+    """Directory or Hub id of a drafter in one of the forms of docs/drafters.md: EAGLE-1/2, EAGLE-3, DFlash (also with
+    the head of Domino, DFlash2 or LiLiCorr), DSpark, any export of Eyrie, or a Llama of the target's vocabulary."""
 
     revision: str | None = Field(None, max_length=256)
     """Of a Hub id."""

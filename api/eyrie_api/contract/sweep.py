@@ -83,7 +83,7 @@ class SweepSpec(Frozen):
     its own, without early stopping: faster where GPUs are idle."""
 
     rungs: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = Field((0.25, 0.5), max_length=8)
-    """Successive halving: at these shares of the training, the half of a family's candidates with the lower simulated
+    """Successive halving: at these shares of the training, the half of a family's candidates with the lower theoretical
     speed-up stops, with a checkpoint. Empty trains all to the end. Only for candidates trained together."""
 
     @property

@@ -67,7 +67,7 @@ class TrainSpec(Frozen):
     the same seed on a faster machine is another. The last step with its evaluation and export comes on top."""
 
     early_stop_patience: int | None = Field(None, ge=1, le=1000)
-    """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten
+    """Stop after this many evaluations in a row without a better theoretical speed-up on held-out rows (about ten
     per run). A wsd run stopped early misses its decay. Default: never."""
 
     max_tokens_per_batch: int | None = Field(None, ge=64, le=2**30)
