@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T | None], what: str, seconds: float = 120.0, *, every_s: float = 0.01,
+def wait_for(condition: Callable[[], T | None], what: str, seconds: float = 240.0, *, every_s: float = 0.01,
              process: subprocess.Popen[bytes] | subprocess.Popen[str] | None = None,
              state: Callable[[], object] = lambda: "") -> T:
     """Poll `condition` until it is true, and return its value.

@@ -120,7 +120,7 @@ class Plane:
         self._settings = {"home": str(home), "port": self.port, "reconcile_interval_s": 0.2, "lease_ttl_s": 2.0,
                           **settings}
         self.log = home.parent / "plane.log"
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30.0, trust_env=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120.0, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -16,7 +16,7 @@ from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_i
 from tests.workers.engines.request_fields import behind_gateway
 
 OpenPage = Callable[..., Any]
-_PATIENCE_MS = 150_000
+_PATIENCE_MS = 400_000
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
 # Speeds of the runs at each change before the end; the answer without the drafter follows the one with it.
 WATCHED = """() => {

@@ -13,7 +13,7 @@ from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible
 from tests.browser.test_compare import signed_in
 
 OpenPage = Callable[..., Any]
-_PATIENCE_MS = 150_000
+_PATIENCE_MS = 400_000
 OTHER = "What is <b>light</b> & how fast?"
 
 

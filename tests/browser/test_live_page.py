@@ -25,7 +25,7 @@ from tests.servers.cutting import Relay, relaying
 
 OpenPage = Callable[..., Any]
 STREAM = b"/live HTTP/1.1"
-_PATIENCE_MS = 150_000
+_PATIENCE_MS = 400_000
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def _without_server(line: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # forty starts of Python
+@pytest.mark.timeout(2400)  # forty starts of Python
 @pytest.mark.parametrize("pages", [[page for page in PAGES if "EYRIE_TOKEN=" not in page.read_text()],
                                    [page for page in PAGES if "EYRIE_TOKEN=" in page.read_text()]],
                          ids=["without a token", "with one"])
@@ -154,7 +154,7 @@ def test_the_commands_of_the_pages_do_what_they_say(pages: list[Path], tmp_path:
                 line += " --set serve.enabled=false"  # a rehearsed drafter cannot be served
             script = "\n".join((*exported, line))
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True,
-                                  text=True, check=False, timeout=250, env=variables)
+                                  text=True, check=False, timeout=600, env=variables)
             assert done.returncode == 0, f"{page}: {script}\n{done.stdout}\n{done.stderr}"
 
         page, exported, runs = ROOT, list[str](), False

@@ -20,7 +20,7 @@ from tests.operator.conftest import Eyrie
 def run_process(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EYRIE_")}
     return subprocess.run([sys.executable, "-m", "eyrie_operator.command", *arguments, "--home", str(home)],
-                          capture_output=True, text=True, check=False, timeout=120, env=environment, cwd=home.parent)
+                          capture_output=True, text=True, check=False, timeout=300, env=environment, cwd=home.parent)
 
 
 def reply_of(done: subprocess.CompletedProcess[str]) -> Any:

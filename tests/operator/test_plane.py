@@ -18,7 +18,7 @@ from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from tests.pipelines.conftest import Rehearsal, fill, spec_of
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 JOB = spec_of(serve=ServeSpec(enabled=False)).model_dump(mode="json")
 CODE = """
 import sys

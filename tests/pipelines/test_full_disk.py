@@ -31,7 +31,7 @@ def test_a_run_starts_when_there_is_space_again(disk: Path, rehearsal: Rehearsal
     assert "continues by itself" in caught.value.hint
     filler.unlink()
     local.start(job_dir, job_file(spec_of()))
-    assert wait_until(lambda: rehearsal.starts() == ["regenerate"], 120.0)
+    assert wait_until(lambda: rehearsal.starts() == ["regenerate"], 240.0)
 
 
 @pytest.mark.slow
@@ -41,12 +41,12 @@ def test_a_run_whose_disk_fills_up_waits_and_ends_as_if_nothing_had_happened(dis
     begun = job_dir / "stages" / "regenerate" / "spec.json"
     rehearsal.plan(prove=["wait"])  # else the run may have ended before the disk is full
     local.start(job_dir, job_file(spec_of()))
-    assert wait_until(begun.exists, 60.0)
+    assert wait_until(begun.exists, 240.0)
     filler = fill(disk)
     assert not wait_until(lambda: local.observe(job_dir).state != "running", WAITS_S), "it waits"
     filler.unlink()
     rehearsal.let_go()
-    assert wait_until(lambda: local.observe(job_dir).state != "running", 180.0)
+    assert wait_until(lambda: local.observe(job_dir).state != "running", 600.0)
     assert local.observe(job_dir).state == "succeeded"
     assert read_manifest(job_dir / "stages" / "prove").stage == "prove"
 

@@ -35,7 +35,7 @@ from eyrie_workers.catalog import CATALOG
 from tests.pipelines.conftest import Rehearsal, job_file, spec_of, sweeping_spec
 from tests.pipelines.finished_job import lay_out
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 def wait_for(job_dir: Path, *states: str) -> local.RunObservation:

@@ -59,7 +59,7 @@ from tests.servers.s3 import S3Server
 from tests.tiny import chats_file, tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, openai_double
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
 SPEC = spec_of(benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="held-out"),)))
 
@@ -281,12 +281,12 @@ def test_states_larger_than_a_pods_disk_are_captured_through_it_and_a_killed_pod
     os.killpg(pod.pid, signal.SIGKILL)
     pod.wait()
     assert "stages/capture/manifest.json" not in pods.stored()
-    inodes = {path.name: path.stat().st_ino for path in (tmp_path / "store").rglob("shard-*.states")}
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("shard-*.states")}
     assert pods.run(tasks.capture, rows) == "stages/capture"
     assert artifact_in(store, "jobs/job-1/stages/capture") == wanted
     assert not list((pods.job_dir / "stages/capture").glob("*shard-*"))
-    after = {path.name: path.stat().st_ino for path in (tmp_path / "store").rglob("shard-*.states")}
-    assert inodes.items() <= after.items(), "shards that were in the store are not written again"
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("shard-*.states")}
+    assert times.items() <= after.items(), "shards that were in the store are not written again"
 
     # A damaged shard, noted by training, is written again alone.
     damaged = "jobs/job-1/stages/capture/shard-00002.states"
@@ -294,7 +294,7 @@ def test_states_larger_than_a_pods_disk_are_captured_through_it_and_a_killed_pod
     store.write(damaged.replace(".states", ".damaged"), b"its end cannot be read")
     pods.run(tasks.capture, rows)
     assert artifact_in(store, "jobs/job-1/stages/capture") == wanted
-    repaired = {path.name: path.stat().st_ino for path in (tmp_path / "store").rglob("shard-*.states")}
+    repaired = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("shard-*.states")}
     assert {name for name in after if after[name] != repaired[name]} == {"shard-00002.states"}
 
 
@@ -382,7 +382,6 @@ def test_answers_stay_in_a_real_store_and_a_killed_pod_later_stages_and_later_jo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 80 MB of answers are tokenised twice
 @pytest.mark.parametrize("disk", [72], indirect=True)
 def test_answers_larger_than_a_pods_disk_pass_through_it_and_a_killed_pod_asks_for_none_of_its_answers_again(
         tmp_path: Path, disk: Path, rclone_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from eyrie_api.processes import free_port
 
 SESSION = "EYRIE_TEST_SERVERS"
 _TRIES = 5
-START_S = 60.0
+START_S = 240.0
 """A server that is not up by then on a loaded machine never will be."""
 
 

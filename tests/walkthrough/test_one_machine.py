@@ -32,7 +32,9 @@ STAGES = ("regenerate", "capture", "train", "benchmark", "tune", "prove")
 def eyrie(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would."""
     return subprocess.run([sys.executable, "-m", "eyrie_operator.command", *arguments], text=True, capture_output=True,
-                          check=False, timeout=240, env=os.environ | {"EYRIE_HOME": str(home)})
+                          check=False, timeout=240,
+                          # Of its own: the lock of measurements is in it, for which tests would wait.
+                          env=os.environ | {"EYRIE_HOME": str(home), "TMPDIR": str(home.parent)})
 
 
 def up(home: Path) -> tuple[str, int]:
@@ -96,7 +98,7 @@ def drafted(endpoint: Endpoint) -> Endpoint | None:
     return endpoint if active is not None and active.checkpoint is not None else None
 
 
-def finished(client: Client, job_id: str, seconds: float = 600) -> Job:
+def finished(client: Client, job_id: str, seconds: float = 1500) -> Job:
     """The job once it is over."""
     def over() -> Job | None:
         job = client.job(job_id)

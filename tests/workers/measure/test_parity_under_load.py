@@ -157,6 +157,10 @@ def test_a_fault_that_plain_requests_of_one_user_do_not_meet_is_found_under_load
         assert all(map(is_same, alone, drafted_alone))
         requests = requests_under_load("embedded", PROMPTS, alone, LENGTH, 3, ChatTokenizer(target).decode)
         answers = [request_under_load("embedded", url, "m", requests, 3) for url in urls]
+        for _ in range(20):  # which requests a batch holds is a matter of moments: until one meets the fault
+            if fault not in IN_A_BATCH or not all(map(is_same, *answers)):
+                break
+            answers[1] = request_under_load("embedded", urls[1], "m", requests, 3)
         sampled = sampled_requests("embedded", PROMPTS, LENGTH)
         # As for an engine with noise of its own: other seeds for the drafted server.
         many = [[replace(one, max_new_tokens=4, seed=100 * side + number) for number in range(16) for one in sampled]

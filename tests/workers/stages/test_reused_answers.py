@@ -273,7 +273,7 @@ def test_a_program_ended_while_it_takes_answers_over_goes_on_and_doubles_none(
     ledger = out / "rows.jsonl"
     assert wait_until(lambda: process.poll() is not None or (ledger.exists() and ledger.stat().st_size > 0), 60.0)
     process.send_signal(end)
-    process.wait(60)
+    process.wait(300)
     with ledger.open("ab") as file:
         file.write(b'{"id": "torn')  # a kill in the middle of a line, made certain
     (out / "manifest.json").unlink(missing_ok=True)

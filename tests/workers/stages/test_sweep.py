@@ -18,7 +18,7 @@ from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_api.planning.eagle3_rules import num_aux
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.hidden_states.shard_format import shard_name
-from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.stages.sweep import DecidedRungs, group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import target_digest
@@ -172,6 +172,29 @@ def test_sigterm_saves_every_candidate_and_the_sweep_resumes(
         assert (tmp_path / name / "state" / "training.safetensors").exists()
     assert sweep([tmp_path / name for name in names]) == 0
     assert all(report_of(tmp_path / name).resumed_from_step > 0 for name in names)
+
+
+def test_a_stop_between_two_candidates_saves_both(tmp_path: Path, target_dir: Path, store_dir: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = [tmp_path / name for name in ("a", "b")]
+    for directory in directories:
+        write_spec(directory, target_dir, store_dir, max_steps=4, epochs=99, save_every_steps=1000)
+    logged, stages = Stage.metric, list[Stage]()
+
+    def metric(stage: Stage, name: str, step: int, value: float) -> None:
+        logged(stage, name, step, value)
+        if name == "loss" and stage not in stages:
+            stages.append(stage)
+            if len(stages) == len(directories):  # the first has gone on
+                for one in stages:
+                    one.stop_requested = True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "metric", metric)
+        assert sweep(directories) == INTERRUPTED_EXIT_CODE
+    assert all((directory / "state" / "training.safetensors").exists() for directory in directories)
+    assert sweep(directories) == 0
+    assert [report_of(directory).resumed_from_step for directory in directories] == [1, 1]
 
 
 def test_a_rung_stands_where_an_evaluation_is_due_anyway() -> None:

@@ -152,7 +152,7 @@ def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: P
     directory = prepare(tmp_path, spec)
     ledger = directory / "blocks.jsonl"
     process = subprocess.Popen(command("tune", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
-    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= 3, "three lines", process=process)
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= 3, "three lines", 400.0, process=process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     kept, profile = ledger.read_bytes().split(b"\n")[:-1], (directory / "profile.json").read_bytes()

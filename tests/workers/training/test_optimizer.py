@@ -67,7 +67,7 @@ def together(size: int, directory: Path, steps: range, before: Path | None = Non
     result = [str(size), str(directory / f"meet-{steps.stop}"), str(steps.start), str(steps.stop), str(before or ""),
             str(after)]
     processes = [subprocess.Popen([sys.executable, __file__, str(rank), *result]) for rank in range(size)]
-    assert [process.wait(120) for process in processes] == [0] * size
+    assert [process.wait(300) for process in processes] == [0] * size
     return after
 
 

@@ -199,15 +199,18 @@ class CandidateGroup:
         due = {name: runs[name] for name in reports if runs[name].evaluation_due}
         evaluations = evaluate_together(due) if due else {}
         # 4. Each run exports and saves. Interrupted is raised after the last of them, so that every run has saved.
-        interrupted = False
+        saved, went_on = False, list[TrainingRun]()
         for name, report in reports.items():
             try:
                 runs[name].after_step(report, evaluations.get(name))
+                went_on.append(runs[name])
             except stage_program.Interrupted:
-                interrupted = True
+                saved = True
             except EyrieError as error:
                 self.failed[name] = error
-        if interrupted:
+        if saved:
+            for run in went_on:  # the signal came between two of them
+                run.save()
             raise stage_program.Interrupted
 
 

@@ -441,7 +441,7 @@ class TrainingRun:
         self.stage.event("StoppedEarly", why)
         if step not in {report.step for report in self.reports}:
             self._export(step, self.trainer.schedule.at(step - 1).epoch, self._evaluate())
-        self._save()
+        self.save()
 
     def after_step(self, report: StepReport, evaluation: Evaluation | None = None) -> None:
         """Evaluate, export, save and stop as scheduled. Raises Interrupted after a save when a stop was requested.
@@ -463,7 +463,7 @@ class TrainingRun:
             train.save_every_steps is not None and report.step % train.save_every_steps == 0)
         stopping, due = self._dist.any_of(self.stage.stop_requested, self._dist.is_main and save_due)
         if stopping or due or self.stopped_early or export_due:
-            self._save()
+            self.save()
         self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * trainer.num_steps), "tokens",
                             f"step {report.step} of {trainer.num_steps}, loss {trainer.counters.loss_ema:.3f}")
         if stopping and not self.finished:
@@ -472,7 +472,8 @@ class TrainingRun:
             self.stage.pause_point()
         trainer.uncounted_s += time.perf_counter() - began
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write the state after the step just done, in the background."""
         self._saved_at = self.clock()
         moments = self.trainer.optimizer.moments()  # a collective: every rank sends what it owns
         if self._dist.is_main:
