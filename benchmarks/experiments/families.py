@@ -39,7 +39,7 @@ from eyrie_api.contract.model import Interval
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.planning.hardware import ASSUMED, gpu_rates
-from eyrie_api.planning.needed_tau import planned_round_s
+from eyrie_api.planning.needed_tau import planned_speedup
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.sweep import expand
 from eyrie_workers.measure.intervals import FloatArray, interval_around, standard_error
@@ -62,11 +62,9 @@ def carried(drafter: DrafterSpec, tau_here: float, depth: int, target: TargetFac
     (candidate,) = expand(JobSpec(
         target=TargetSpec(model=target.source), data=DataSpec(sources=(DataSource(path="any"),)),
         drafter=drafter, train=TrainSpec(ttt_length=depth)))
-    weights = target.trained_drafter(candidate).drafting_weights(depth)
     rates = gpu_rates(ASSUMED, "expected", num_gpus=num_gpus, tp_size=num_gpus, batch=users, weight_bytes=weight_bytes,
                       active_share=target.active_parameters / target.parameters)
-    return (tau_here * planned_round_s(target, 0, users, 1, rates)
-            / planned_round_s(target, weights, users, depth + 1, rates))
+    return planned_speedup(target, target.trained_drafter(candidate), depth, tau_here, users, rates)
 
 
 def measure(workspace: Workspace) -> ExperimentResult:

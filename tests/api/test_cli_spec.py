@@ -103,5 +103,7 @@ def test_the_job_that_times_rounds_keeps_engine_drafter_and_grid_trains_one_step
     assert (timed.train.max_steps, timed.train.num_checkpoints, timed.data.max_conversations) == (1, 1, 40)
     assert (timed.promotion.mode, timed.serve.enabled, timed.rivals, timed.sweep.families) == (
         "never", False, (), ())
+    automatic = build_job(target="org/model", data=["chats.jsonl"], settings=["sweep.families=[auto]"])
+    assert measurement(automatic).drafter.family == "eagle3", "the server knows which families it trains"
     with pytest.raises(InvalidInput, match="this job trains none"):
         measurement(build_job(target="org/model", drafters=["org/head"], prompts=["chats.jsonl"]))

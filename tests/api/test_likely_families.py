@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.facts import Facts, read_config
+from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.likely_families import predicted_speeds
 from eyrie_api.planning.resolve import resolve
 from tests.api.samples import job_spec, target_directory
@@ -48,6 +49,29 @@ def test_those_within_a_tenth_of_the_fastest_are_trained_the_fastest_first(targe
         found = families(target, engine=engine)
         assert list(found) == sorted(found, key=lambda name: -speeds[name])
         assert {*found} == {name for name, speed in speeds.items() if speed >= 0.9 * max(speeds.values())}
+
+
+def test_a_predicted_speed_is_tau_times_the_seconds_of_a_pass_over_those_of_a_round(target: Path) -> None:
+    facts = facts_of(target)
+    assert facts.sizes is not None
+    spec = job_spec(target={"model": str(target), "dtype": "bfloat16"}, engine="embedded", prove={"concurrencies": [2]})
+    found = predicted_speeds(spec, facts.sizes, "LlamaForCausalLM", None, False)["eagle1"]
+    rates, weights, hidden = Rates(), facts.sizes.parameters, facts.sizes.hidden_size
+    layer = 2 * hidden**2 + facts.sizes.attention_parameters(hidden) + facts.sizes.mlp_parameters(
+        facts.sizes.intermediate_size) + 32_000 * hidden
+
+    def seconds(read: int, tokens: int) -> float:
+        return read / rates.single + read * (tokens - 1) / rates.prefill
+
+    # Two users: a pass over a token of each, against one over five of each and four passes of the drafter.
+    assert found == pytest.approx(1.9 * seconds(weights, 2) / (seconds(weights, 10) + seconds(4 * layer, 2)))
+
+
+def test_verifications_that_sglang_does_not_have_for_a_family_leave_it_out(
+        target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "standalone", replace(FAMILIES["standalone"], published_tau=9.0))
+    assert families(target)[0] == "standalone"
+    assert "standalone" not in families(target, tune={"verifications": ["target", "rejection"]})
 
 
 def test_what_the_engine_cannot_compute_for_the_target_is_not_among_them(target: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from eyrie_api import yaml_text
 from eyrie_api.contract.benchmark import QUICKSTART_SUITES
-from eyrie_api.contract.families import FAMILIES, sglang_families
+from eyrie_api.contract.families import AUTO, FAMILIES, sglang_families
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.rules import rule_of
 from eyrie_api.contract.targets import QUICKSTART
@@ -113,7 +113,9 @@ def measurement(job: JobSpec) -> JobSpec:
         raise InvalidInput("--measure times the rounds of a drafter that is to be trained, and this job trains none",
                            "leave --measure out; eyrie certify measures drafters that exist")
     document = job.model_dump(mode="json", exclude_unset=True, exclude={"sweep", "rivals"})
-    document["drafter"] = expand(job)[0].drafter.model_dump(mode="json", exclude_unset=True)
+    known = () if AUTO in job.sweep.families else job.sweep.families  # the server knows which it trains
+    first = expand(job.model_copy(update={"sweep": job.sweep.model_copy(update={"families": known})}))[0]
+    document["drafter"] = first.drafter.model_dump(mode="json", exclude_unset=True)
     fields: dict[str, dict[str, Any]] = {
         "data": {"max_conversations": min(_MEASURED_ROWS, job.data.max_conversations)},
         "regenerate": {"max_new_tokens": min(_MEASURED_TOKENS, job.regenerate.max_new_tokens)},

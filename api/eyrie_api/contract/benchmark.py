@@ -52,8 +52,8 @@ class BenchmarkSpec(Frozen):
     the others every checkpoint answers the prompts of all suites mixed."""
 
     tree: DraftTreeShape = depends(DraftTreeShape())
-    """The draft that every checkpoint is ranked with; the tune stage then finds the winner's own. SGLang drafts with
-    `dflash` whole blocks alone: where a job trains it for SGLang, the default is the chain of one block."""
+    """The draft that every checkpoint is ranked with; the tune stage then finds the winner's own. Where a job
+    trains `dflash` or `dspark` for SGLang, the default is the chain of one whole block, the longest that they draft."""
 
     max_new_tokens: int = Field(96, ge=2, le=131_072)
     """Longest answer to one prompt, in tokens."""

@@ -34,7 +34,7 @@ PUBLISHED_STEPS = 4
 """Depth of the chains with which families were compared on the published model."""
 
 BLOCK_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("DFLASH", "DSPARK")
-"""SGLang's algorithms for drafters of blocks: chains of a whole block, on GPUs alone."""
+"""SGLang's algorithms for drafters of blocks: chains of one block, on GPUs alone."""
 
 VERIFICATIONS: dict[SGLangAlgorithm, tuple[Verification, ...]] = {
     "EAGLE": ("target", "rejection", "block"), "EAGLE3": ("target", "rejection", "block"), "STANDALONE": ("target",),
@@ -157,7 +157,7 @@ class DrafterFamily:
 
     @property
     def drafts_blocks(self) -> bool:
-        """In SGLang a draft is one block, of the length that its drafter was trained with."""
+        """In SGLang a draft is one block, at most as long as those that its drafter was trained with."""
         return self.sglang_algorithm in BLOCK_ALGORITHMS
 
 

@@ -62,9 +62,6 @@ Check = Callable[[Submission], None]
 # Checks of the document.
 
 
-# Checks of the document.
-
-
 def layers_are_distinct(submission: Submission) -> None:
     """Rules for aux_layers that hold for any target."""
     job = submission.job

@@ -1,19 +1,19 @@
 """Which families `sweep.families: [auto]` trains: those that the plan predicts within a tenth of the fastest. Pure.
 
 A family is predicted with the tau that it had on the published model after equal time of training
-(`DrafterFamily.published_tau`, docs/choosing_a_family.md), in rounds of this target at the rates that the plan's hours
-rest on (`planned_round_s`), with as many users as the job declares fewest. Taus of another target differ, and so may
+(`DrafterFamily.published_tau`, docs/choosing_a_family.md), in rounds of this target in 16 bits at the plan's default
+rates (`planned_speedup`), with as many users as the job declares fewest. Taus of another target differ, and so may
 their order: that is why all that come near are trained. Rows without such a tau, which are experimental or parts of a
 target, are not among them.
 """
 
 from collections.abc import Iterator
 
-from eyrie_api.contract.families import AUTO, FAMILIES, PUBLISHED_STEPS, VARIANT_FIELDS, Family
+from eyrie_api.contract.families import AUTO, FAMILIES, PUBLISHED_STEPS, VARIANT_FIELDS, VERIFICATIONS, Family
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.planning.hardware import ASSUMED, Rates, gpu_rates, known_gpu
-from eyrie_api.planning.needed_tau import planned_round_s
+from eyrie_api.planning.needed_tau import planned_speedup
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.sglang_support import require_block_capture, require_capture
 from eyrie_api.planning.sweep import expand
@@ -48,15 +48,13 @@ def predicted_speeds(spec: JobSpec, target: TargetFacts, architecture: str, gpu_
     users = min(spec.prove.concurrencies)
     rates = Rates() if not on_gpus else gpu_rates(
         known_gpu(gpu_type) or ASSUMED, "expected", num_gpus=spec.engine.tp_size, tp_size=spec.engine.tp_size,
-        batch=int(users), weight_bytes=2.0, active_share=target.active_parameters / target.parameters)
-    undrafted_s = planned_round_s(target, 0, users, 1, rates)
+        batch=users, weight_bytes=2.0, active_share=target.active_parameters / target.parameters)
     speeds = {}
     for name, tau in _computed(spec, architecture, on_gpus):
         (candidate,) = expand(spec.model_copy(update={
             "drafter": spec.drafter.model_copy(update={"family": name}),
             "sweep": spec.sweep.model_copy(update={"families": (), "axes": (), "random": None})}))
-        weights = target.trained_drafter(candidate).drafting_weights(PUBLISHED_STEPS)
-        speeds[name] = tau * undrafted_s / planned_round_s(target, weights, users, PUBLISHED_STEPS + 1, rates)
+        speeds[name] = planned_speedup(target, target.trained_drafter(candidate), PUBLISHED_STEPS, tau, users, rates)
     return speeds
 
 
@@ -64,7 +62,8 @@ def _computed(spec: JobSpec, architecture: str, on_gpus: bool) -> Iterator[tuple
     variants = {field for field in VARIANT_FIELDS if getattr(spec.drafter, field)}
     for name, row in FAMILIES.items():
         if row.published_tau is None or variants - {*row.variant_fields} or (spec.engine.kind == "sglang" and (
-                row.sglang_algorithm is None or (row.drafts_blocks and not on_gpus))):
+                row.sglang_algorithm is None or (row.drafts_blocks and not on_gpus)
+                or not {*spec.drawn_drafts} <= {*VERIFICATIONS[row.sglang_algorithm]})):
             continue
         try:
             if spec.engine.kind == "sglang" and row.target_states == "fused" and architecture:

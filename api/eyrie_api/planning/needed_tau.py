@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from eyrie_api.contract.tuning import NeededTau
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
+from eyrie_api.planning.training_cost import TrainedDrafter
 
 _USERS = (1, 4, 16, 64, 256)
 """In addition to the job's own loads, so that the plan shows where speculation loses."""
@@ -60,6 +61,13 @@ def planned_round_s(target: TargetFacts, drafting_weights: int, users: int, node
     drafting = pass_s(drafting_weights, drafting_weights, users, rates) if drafting_weights else 0.0
     tokens = users * nodes
     return pass_s(target.read_parameters(tokens), target.active_parameters, tokens, rates) + drafting
+
+
+def planned_speedup(target: TargetFacts, drafter: TrainedDrafter, depth: int, tau: float, users: int,
+                    rates: Rates) -> float:
+    """Of chains of a depth with this tau, over no drafter."""
+    return (tau * planned_round_s(target, 0, users, 1, rates)
+            / planned_round_s(target, drafter.drafting_weights(depth), users, depth + 1, rates))
 
 
 def pass_s(read: int, active: int, tokens: int, rates: Rates) -> float:

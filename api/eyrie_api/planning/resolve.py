@@ -183,7 +183,7 @@ def _with_engine_defaults(spec: JobSpec, device: Device) -> JobSpec:
 
 
 def block_chain(drafter: DrafterSpec, train: TrainSpec) -> DraftTreeShape:
-    """The only draft of SGLang with a drafter of blocks that is trained so: its whole block."""
+    """The longest draft of SGLang with a drafter of blocks that is trained so: its whole block."""
     num_steps = drafter.max_draft_tokens or train.ttt_length
     return DraftTreeShape(num_steps=num_steps, top_k=1, num_draft_tokens=num_steps + 1)
 

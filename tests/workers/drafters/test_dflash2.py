@@ -193,11 +193,13 @@ def test_every_published_name_becomes_one(names: list[str], target: TargetModel,
     assert form.name_of("candidate_selector.successor_codebook") == "candidate_selector.successor_codebook"
 
 
-def test_convolutions_are_trained_as_the_formulas_read_and_as_they_are_decoded(target: TargetModel,
-                                                                              tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_convolutions_are_trained_as_the_formulas_read_and_as_they_are_decoded(
+        recompute: bool, target: TargetModel, tmp_path: Path) -> None:
     drafter, ends, packed = drafter_for(target, causal_head="dflash2"), ends_of(target), documents((9, 12))
     FAMILY.save(tmp_path, drafter, "float32", None)
-    objective = FAMILY.objective(drafter, ends, TrainSpec(unrolled_fraction=1.0), 12, torch.float32)
+    settings = TrainSpec(unrolled_fraction=1.0, grad_checkpoint=recompute)
+    objective = FAMILY.objective(drafter, ends, settings, 12, torch.float32)
     plan = objective.plan(packed, FIRST_STEP)
     states = objective.predict(packed, plan, False).states
     for row in (0, 1):

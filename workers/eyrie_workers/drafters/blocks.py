@@ -34,7 +34,7 @@ over the block (`speculation.tree`).
 
 The mask is a token of the target's vocabulary, since the embedding is the target's: the last special token of the
 tokenizer that does not end answers (reserved and image tokens come last), or the last id where there is none. It is
-stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
+stored as `dflash_config.mask_token_id`.
 
 SGLang runs both on CUDA, NPU and XPU only, as a chain with a block as its window. `tests/sglang/test_blocks` runs its
 workers on a CPU, with kernels replaced: they accept the same tokens as Eyrie's engine from these exports.
@@ -51,6 +51,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
@@ -65,7 +66,6 @@ from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, d
 from eyrie_workers.drafters.dflash2 import (
     CANDIDATES,
     CandidateSelector,
-    CandidateSteps,
     Convolutions,
     GroupedConvolution,
     SelectorConfig,
@@ -85,7 +85,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.operators import Linear, Rotary, rms_normalise
 from eyrie_workers.training.attention import SharedKeys, attend_block
-from eyrie_workers.training.numerics import linear, rms_norm
+from eyrie_workers.training.numerics import PostAttention, linear, rms_norm
 from eyrie_workers.training.objective import Objective, Prediction, StepContext, draw_positions
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
@@ -200,12 +200,17 @@ class DFlashDrafter(nn.Module):
             if around is None or kernel is None:
                 x_XH = weights.post_attention(x_XH, attended_XQ, recompute)
                 continue
-            after = weights.post_attention
-            x_XH = x_XH + around.after(linear(attended_XQ, after.out), kernel)
-            inner_XH, kernel = around.before(number, "mlp", rms_norm(x_XH, after.norm, decoder.rms_eps))
-            gate, up = linear(inner_XH, after.gate_up).chunk(2, -1)
-            x_XH = x_XH + around.after(linear(F.silu(gate) * up, after.down), kernel)
+            x_XH = x_XH + around.after(linear(attended_XQ, weights.post_attention.out), kernel)
+            inputs = (x_XH, weights.post_attention, around, number)
+            x_XH = recomputed(_convolved_mlp, *inputs, use_reentrant=False) if recompute else _convolved_mlp(*inputs)
         return x_XH.unflatten(0, (-1, size)), features_TH[plan.roots]
+
+
+def _convolved_mlp(x_XH: Tensor, after: PostAttention, around: Convolutions, layer: int) -> Tensor:
+    """The MLP of a layer between its convolutions, on the residual stream."""
+    inner_XH, kernel = around.before(layer, "mlp", rms_norm(x_XH, after.norm, after.rms_eps))
+    gate, up = linear(inner_XH, after.gate_up).chunk(2, -1)
+    return x_XH + around.after(linear(F.silu(gate) * up, after.down), kernel)
 
 
 class BlockDiffusion(Objective[DFlashDrafter]):
@@ -231,8 +236,8 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
         block_RCH, roots_RH = self.drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
                                                         self._recompute)
-        config, head, selector = self.drafter.config, self.drafter.head, self.drafter.candidate_selector
-        lilicorr = self.drafter.lilicorr
+        config, head = self.drafter.config, self.drafter.head
+        selector, lilicorr = self.drafter.candidate_selector, self.drafter.lilicorr
         # DFlash: mask s + 1 stands at the position of the token that step s proposes. Others: the one before it.
         predicted = torch.cat([block_RCH[:alive, step + config.first] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(predicted, self.drafter.norm.weight, config.decoder.rms_eps)
@@ -342,7 +347,7 @@ class DFlashProposer:
         with torch.device("meta"):
             drafter = DFlashDrafter(config)
         drafter.load_state_dict(_named_here(tensors), assign=True)
-        self._head, self._selector, self._lilicorr = drafter.head, drafter.candidate_selector, drafter.lilicorr
+        self._head, self._candidates = drafter.head, drafter.candidate_selector or drafter.lilicorr
         if self._head is not None:
             self._bias = Linear(self._head.bias_VM)
         body = {f"model.{name}": tensor for name, tensor in tensors.items() if not name.startswith(_HEADS)}
@@ -375,7 +380,7 @@ class DFlashProposer:
             state.cache.write(layer, chosen, of_layer)
         for row, settled, tokens in zip(pairs.rows, pairs.ends, pairs.tokens, strict=True):
             state.cache.settled[row], state.last[row] = settled, tokens[-1]
-        if self._lilicorr is not None:
+        if isinstance(self._candidates, LiLiCorrHead):
             last_BAH = torch.stack([aux[len(tokens) - 1] for aux, tokens in zip(pairs.aux, pairs.tokens, strict=True)])
             state.features_RH[list(pairs.rows)] = self._features.fused(last_BAH.to(self._model.dtype))
 
@@ -396,13 +401,9 @@ class DFlashProposer:
         first = self._config.first
         states_BSH = states.unflatten(0, (-1, size))[:, first:first + min(shape.num_steps, self._config.num_steps)]
         logits_BSV, head = self._target.logits(states_BSH), self._head
-        chosen_steps: CandidateSteps | None = None
-        if self._selector is not None:
-            chosen_steps = self._selector.steps(states_BSH, logits_BSV / self._target.config.logit_scale)
-        elif self._lilicorr is not None:
-            chosen_steps = self._lilicorr.steps(states_BSH, logits_BSV / self._target.config.logit_scale,
-                                                state.features_RH[list(rows)], self._target.embed_weight)
-        if (steps := chosen_steps) is not None:
+        if self._candidates is not None:
+            steps = self._candidates.steps(states_BSH, logits_BSV / self._target.config.logit_scale,
+                                           state.features_RH[list(rows)], self._target.embed_weight)
             return build_limited_tree(steps(tokens_BC[:, :1], 0), lambda tokens, hidden, mask, depth: steps(
                 tokens, depth), shape, states_BSH.shape[1], None, noise)
         if head is None:

@@ -113,8 +113,8 @@ class CandidateSelector(nn.Module):
         scores_NK = u_NK + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
         return F.cross_entropy(scores_NK, (ids_NK == true_N[:, None]).to(torch.int8).argmax(1), reduction="none")
 
-    def steps(self, states_RSH: Tensor, logits_RSV: Tensor) -> "SelectorSteps":
-        """For one block, from the target's logits."""
+    def steps(self, states_RSH: Tensor, logits_RSV: Tensor, _anchor_RH: Tensor, _embed_VH: Tensor) -> "SelectorSteps":
+        """For one block, from the target's logits. The rest is what LiLiCorr's head reads."""
         u_RSK, ids_RSK = logits_RSV.topk(self.top_k, -1)
         u_RSK = u_RSK.float() * self.config.output_multiplier
         if self.config.soft_cap is not None:
