@@ -2,7 +2,7 @@
 
 `example-sizes.yaml` is laid over each, and `FEWER` over some. The target is random and tiny, so what a job decides of
 its drafters is not prescribed. `smallest.yaml` runs as it is (test_documentation); the others need GPUs or a cluster.
-All run in one home, one after the other, so that later ones may take the answers of earlier ones.
+Those of a test run in one home, one after the other, so that later ones may take the answers of earlier ones.
 """
 
 import gzip
@@ -64,18 +64,31 @@ def run(client: Client, name: str) -> JobReport:
     return report
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(6 * LIMIT_S)
-def test_the_examples_for_a_model_and_data_of_ones_own_run_to_their_decisions(files: Path) -> None:
-    with plane(files / "home") as (client, _):
-        reports = {name: run(client, name)
-                   for name in ("own_data", "sweep", "families", "rivals", "streaming", "mixes")}
+CANDIDATES = {"own_data": 1, "sweep": 2, "families": 4, "rivals": 1, "streaming": 1, "mixes": 3}
+
+
+def run_all(home: Path, *names: str) -> dict[str, JobReport]:
+    """Run examples in one home; their reports."""
+    with plane(home) as (client, _):
+        reports = {name: run(client, name) for name in names}
     trained = {name: {one.candidate for one in report.leaderboard if not one.rival} for name, report in reports.items()}
-    assert {name: len(candidates) for name, candidates in trained.items()} \
-        == {"own_data": 1, "sweep": 2, "families": 4, "rivals": 1, "streaming": 1, "mixes": 3}
+    assert {name: len(candidates) for name, candidates in trained.items()} == {name: CANDIDATES[name] for name in names}
+    return reports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_the_examples_for_a_model_and_data_of_ones_own_run_to_their_decisions(files: Path) -> None:
+    reports = run_all(files / "home", "own_data", "families", "rivals", "streaming")
     assert {one.family for one in reports["families"].leaderboard} == {"eagle3", "eagle1", "hydra", "medusa"}
     rivals = {one.checkpoint for one in reports["rivals"].leaderboard if one.rival}
     assert rivals == {"rival-ngram", "rival-off", "rival-published-eagle3-head"}
     reused = {name: report.regenerate.rows_reused for name, report in reports.items() if report.regenerate is not None}
     assert reused["own_data"] == 0
     assert min(reused[name] for name in ("families", "rivals", "streaming")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_the_examples_of_sweeps_run_to_their_decisions(files: Path) -> None:
+    run_all(files / "home", "sweep", "mixes")
