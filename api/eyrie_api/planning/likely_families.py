@@ -2,9 +2,10 @@
 
 A family is predicted with the tau that it had on the published model after equal time of training
 (`DrafterFamily.published_tau`, docs/choosing_a_family.md), in rounds of this target in 16 bits at the plan's default
-rates (`planned_speedup`), with as many users as the job declares fewest. Taus of another target differ, and so may
-their order: that is why all that come near are trained. Rows without such a tau, which are experimental or parts of a
-target, are not among them.
+rates (`planned_speedup`), with as many users as the job declares fewest, and the draft vocabulary of as many answers as
+it may have. docs/results/published.md has predicted speeds next to measured ones. Taus of another target differ, and so
+may their order: that is why all that come near are trained. Rows without such a tau, which are experimental or parts of
+a target, are not among them.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.planning.hardware import ASSUMED, Rates, gpu_rates, known_gpu
 from eyrie_api.planning.needed_tau import planned_speedup
-from eyrie_api.planning.plan_work import TargetFacts
+from eyrie_api.planning.plan_work import TargetFacts, expected_draft_vocabulary
 from eyrie_api.planning.sglang_support import require_block_capture, require_capture
 from eyrie_api.planning.sweep import expand
 
@@ -49,10 +50,11 @@ def predicted_speeds(spec: JobSpec, target: TargetFacts, architecture: str, gpu_
     rates = Rates() if not on_gpus else gpu_rates(
         known_gpu(gpu_type) or ASSUMED, "expected", num_gpus=spec.engine.tp_size, tp_size=spec.engine.tp_size,
         batch=users, weight_bytes=2.0, active_share=target.active_parameters / target.parameters)
-    speeds = {}
+    vocabulary, speeds = spec.drafter.draft_vocab_size or expected_draft_vocabulary(
+        target.vocab_size, spec.data.max_conversations * spec.regenerate.max_new_tokens), dict[Family, float]()
     for name, tau in _computed(spec, architecture, on_gpus):
         (candidate,) = expand(spec.model_copy(update={
-            "drafter": spec.drafter.model_copy(update={"family": name}),
+            "drafter": spec.drafter.model_copy(update={"family": name, "draft_vocab_size": vocabulary}),
             "sweep": spec.sweep.model_copy(update={"families": (), "axes": (), "random": None})}))
         speeds[name] = planned_speedup(target, target.trained_drafter(candidate), PUBLISHED_STEPS, tau, users, rates)
     return speeds
