@@ -18,8 +18,9 @@ Where the target has no reference implementation to replay drafting in, acceptan
 exact in probability by position for chains, and an upper bound for trees with fewer nodes than the anchor.
 
 Anchors are off, the shallowest and the deepest chain, the largest tree, and the deepest n-gram chain; each answers the
-first block of the race, whose result the race then reuses. Errors of the model are corrected by the race, which shifts
-all predictions by their mean error.
+first block of the race, whose result the race then reuses. The drafter's are computed in one way, the first that is
+given, and verified as whole blocks: step rates follow from these times. Errors of the model are corrected by the race,
+which shifts all predictions by their mean error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,11 +59,13 @@ def anchors(settings: Sequence[Setting]) -> list[Setting]:
         return setting.tree.num_steps, setting.tree.num_draft_tokens, setting.tree.top_k
 
     chosen: dict[Setting, None] = {OFF: None}
-    drafted = [setting for setting in settings if setting.method == "drafter"]
-    # Settings whose servers wait for measured step rates are not among those that are measured first.
-    drafted = [one for one in drafted if one.tree and one.tree.draft.step_rates is None] or drafted
-    chains = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k == 1), key=size)
-    trees = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k > 1), key=size)
+    shapes = list(dict.fromkeys(setting.tree.model_copy(update={
+        "draft": setting.tree.draft.model_copy(update={"step_rates": None})})
+        for setting in settings if setting.method == "drafter" and setting.tree))
+    alike = [Setting(tree=shape) for shape in shapes if shape.draft == shapes[0].draft
+             and (shape.top_k > 1 or shape.verification == shapes[0].verification)]
+    chains = sorted((setting for setting in alike if setting.tree and setting.tree.top_k == 1), key=size)
+    trees = sorted((setting for setting in alike if setting.tree and setting.tree.top_k > 1), key=size)
     lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
     for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
         chosen |= dict.fromkeys(group)
