@@ -75,14 +75,6 @@ class BenchmarkSpec(Frozen):
         """The required suites; all where none is required."""
         return tuple(suite for suite in self.suites if suite.required) or self.suites
 
-    @field_validator("tree")
-    @classmethod
-    def _with_its_rates(cls, tree: DraftTreeShape) -> DraftTreeShape:
-        if tree.draft.step_rates == ():
-            raise ValueError("benchmark.tree.draft.step_rates is empty, and rates are measured after the benchmark: "
-                             "give some, or omit it; in tune.drafts an empty list is filled")
-        return tree
-
     @field_validator("concurrencies")
     @classmethod
     def _ascending_from_one(cls, concurrencies: tuple[int, ...]) -> tuple[int, ...]:

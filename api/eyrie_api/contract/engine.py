@@ -131,11 +131,8 @@ class DraftServing(Frozen):
     @model_validator(mode="after")
     def _ascending(self) -> "DraftServing":
         tokens = [rate.batch_tokens for rate in self.step_rates or ()]
-        if tokens != sorted(set(tokens)):
-            raise ValueError(f"step_rates has batch_tokens {tokens}: give each once, in ascending order")
-        if len(tokens) == 1:
-            raise ValueError(f"step_rates has batch_tokens {tokens} alone, which SGLang takes for no rates: give two "
-                             "or more, or in tune.drafts an empty list, which tuning fills")
+        if tokens != sorted(set(tokens)) or len(tokens) == 1:  # which SGLang takes for no rates
+            raise ValueError(f"step_rates has batch_tokens {tokens}: give at least two, each once, in ascending order")
         return self
 
     def label(self) -> str:

@@ -163,8 +163,7 @@ class Tuning:
             for setting in [setting for setting in race.active if setting.label() in failed]:
                 self._withdraw(race, setting, concurrency, failed[setting.label()])
         # Servers that replace each other are warmed when they start.
-        resident = self.blocks.engine.num_resident
-        for setting in entered if resident is None or len(race.active) <= resident else ():
+        for setting in entered if len(rungs) == 1 else ():
             if setting in unknown:
                 try:
                     self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)

@@ -468,7 +468,7 @@ def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() ->
         launch_arguments(replace(asked, drafter=replace(asked.drafter or pytest.fail("none"), confident=False)))
     with pytest.raises(ValidationError, match="ascending"):
         DraftServing(step_rates=rates[::-1])
-    with pytest.raises(ValidationError, match=r"\[1\] alone, which SGLang takes for no rates"):
+    with pytest.raises(ValidationError, match=r"\[1\]: give at least two"):
         DraftServing(step_rates=rates[:1])
 
 

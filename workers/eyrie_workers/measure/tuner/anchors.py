@@ -29,6 +29,7 @@ from itertools import combinations
 
 import numpy as np
 
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, DraftTime, Method, Setting, StepTime
 from eyrie_workers.measure.benchmark.blocks import BlockRun
 from eyrie_workers.measure.tuner.predict import ReplayedRounds
@@ -54,22 +55,18 @@ class RoundCosts:
 
 def anchors(settings: Sequence[Setting]) -> list[Setting]:
     """The settings to time, off first."""
-    def size(setting: Setting) -> tuple[int, int, int]:
-        assert setting.tree is not None
-        return setting.tree.num_steps, setting.tree.num_draft_tokens, setting.tree.top_k
+    def size(shape: DraftTreeShape) -> tuple[int, int, int]:
+        return shape.num_steps, shape.num_draft_tokens, shape.top_k
 
-    chosen: dict[Setting, None] = {OFF: None}
-    shapes = list(dict.fromkeys(setting.tree.model_copy(update={
-        "draft": setting.tree.draft.model_copy(update={"step_rates": None})})
-        for setting in settings if setting.method == "drafter" and setting.tree))
-    alike = [Setting(tree=shape) for shape in shapes if shape.draft == shapes[0].draft
-             and (shape.top_k > 1 or shape.verification == shapes[0].verification)]
-    chains = sorted((setting for setting in alike if setting.tree and setting.tree.top_k == 1), key=size)
-    trees = sorted((setting for setting in alike if setting.tree and setting.tree.top_k > 1), key=size)
-    lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
-    for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
-        chosen |= dict.fromkeys(group)
-    return list(chosen)
+    whole = [setting.tree.model_copy(update={"draft": setting.tree.draft.model_copy(update={"step_rates": None})})
+             for setting in settings if setting.method == "drafter" and setting.tree]
+    alike = sorted((shape for shape in whole if shape.draft == whole[0].draft
+                    and (shape.top_k > 1 or shape.verification == whole[0].verification)), key=size)
+    chains, trees = ([shape for shape in alike if (shape.top_k > 1) is wide] for wide in (False, True))
+    lookups = sorted((setting.tree for setting in settings if setting.method == "ngram" and setting.tree), key=size)
+    chosen = dict.fromkeys((*(chains or trees)[:1], *chains[-1:], *trees[-1:]))
+    return [OFF, *(Setting(tree=shape) for shape in chosen),
+            *(Setting(method="ngram", tree=shape) for shape in lookups[-1:])]
 
 
 def round_seconds(run: BlockRun, prefill_s: float) -> float:

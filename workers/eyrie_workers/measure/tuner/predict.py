@@ -37,7 +37,6 @@ What would pay. The same formula, solved for the acceptance length (`needed_taus
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
@@ -222,13 +221,14 @@ class Costs:
         if tree is None or tree.draft.step_rates != ():
             return setting
         coldest = min(time.temperature for time in self.step_times)
-        steps = sorted((load * nodes, self.verify_s(load, coldest, nodes, False) + self.draft_s(load, coldest, setting))
-                       for load in {time.concurrency for time in self.step_times}
-                       for nodes in range(1, tree.num_draft_tokens + 1))
-        slowest = dict(zip((tokens for tokens, _ in steps), accumulate((seconds for _, seconds in steps), max),
-                           strict=True))  # of equal numbers of tokens the last
-        draft = tree.draft.model_copy(update={"step_rates": tuple(
-            StepRate(batch_tokens=tokens, steps_per_s=1.0 / seconds) for tokens, seconds in slowest.items())})
+        slowest, rates = 0.0, dict[int, StepRate]()
+        for tokens, seconds in sorted(
+                (load * nodes, self.verify_s(load, coldest, nodes, False) + self.draft_s(load, coldest, setting))
+                for load in {time.concurrency for time in self.step_times}
+                for nodes in range(1, tree.num_draft_tokens + 1)):
+            slowest = max(slowest, seconds)
+            rates[tokens] = StepRate(batch_tokens=tokens, steps_per_s=1.0 / slowest)
+        draft = tree.draft.model_copy(update={"step_rates": tuple(rates.values())})
         return setting.model_copy(update={"tree": tree.model_copy(update={"draft": draft})})
 
 
