@@ -166,6 +166,26 @@ def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_su
         job_spec(engine="embedded", tune={"drafts": [draft]})
 
 
+@pytest.mark.parametrize(("gpu", "backend", "says"), [
+    ("NVIDIA-A100-SXM4-80GB", None, "'flashinfer' of the target does not"), ("NVIDIA-H100-80GB-HBM3", None, None),
+    ("NVIDIA-H100-80GB-HBM3", "triton", "'triton' of the target does not")])
+def test_parts_of_blocks_are_refused_at_submission_where_the_targets_attention_does_not_verify_them(
+        gpu: str, backend: str | None, says: str | None) -> None:
+    stages = {"image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}, "num_gpus": 1,
+              "gpu_type": gpu}
+    facts = Facts(profile(stages=stages), "gpu", config={"architectures": ["LlamaForCausalLM"]})
+    spec = job_spec(engine={"kind": "sglang", "attention_backend": backend}, drafter={"family": "dspark"},
+                    tune={"drafts": [{}, {"step_rates": []}]})
+    submitted = Submission(resolve(spec, facts), facts, Settings())
+    if says is None:
+        attention_backend_serves(submitted)
+        return
+    with pytest.raises(InvalidInput, match=says):
+        attention_backend_serves(submitted)
+    with pytest.raises(ValidationError, match=r"benchmark\.tree\.draft\.step_rates is empty"):
+        job_spec(engine="sglang", benchmark={"tree": {"draft": {"step_rates": []}}})
+
+
 @pytest.mark.parametrize(("head", "config", "refused"), [
     ("lilicorr", {"logit_scale": 0.0625}, True), ("lilicorr", {"text_config": {"final_logit_softcapping": 30.0}}, True),
     ("lilicorr", {}, False), ("selector", {"logit_scale": 0.0625}, False)])

@@ -24,9 +24,10 @@ from eyrie_workers.targets.operators import OutputHead
 from eyrie_workers.training import attention
 from eyrie_workers.training import objective as objectives
 from eyrie_workers.training.batches import BatchLoader, Schedule, StepBatch
-from eyrie_workers.training.evaluation import count_hits
+from eyrie_workers.training.evaluation import HitCounts
 from eyrie_workers.training.loop import Trainer
 from eyrie_workers.training.objective import (
+    Outcome,
     StepContext,
     TargetDistribution,
     TargetHead,
@@ -92,7 +93,11 @@ def test_the_host_waits_for_nothing_between_the_parts_of_a_step(gpu: PretendedGp
 
 
 def test_an_evaluation_counts_steps_that_no_root_reaches(gpu: PretendedGpu) -> None:
-    assert count_hits([torch.tensor([True, False]).to(GPU)], 3) == [(2, 1, 2, 1), (0, 0, 0, 0), (0, 0, 0, 0)]
+    counts = HitCounts(3)
+    counts.add(Outcome(torch.tensor(0.0), 2, (torch.tensor([True, False]).to(GPU),)))
+    counted = counts.evaluation()
+    assert (counted.predicted, counted.hit, counted.hit_before, counted.hit_so_far) == (
+        (2, 0, 0), (1, 0, 0), (2, 0, 0), (1, 0, 0))
 
 
 def test_the_targets_logits_are_few_products_there_summed_in_float32(gpu: PretendedGpu,

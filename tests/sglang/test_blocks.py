@@ -53,7 +53,7 @@ def test_a_block_shorter_than_the_trained_one_is_drafted_as_in_the_reference_eng
 
 def test_sglang_verifies_as_much_of_a_block_as_its_confidences_pay_for(plain: SglangServer, prompts: list[list[int]],
                                                                        tmp_path: Path) -> None:
-    """DSPARK's cap-accept mode, which reads the exported confidence head."""
+    """It reads the exported confidence head and the table."""
     drafter, table = trained_drafter("dspark"), tmp_path / "steps.json"
     widths = range(1, BLOCK + 2)  # each token more that is verified makes a step longer by a third of the first
     table.write_text(json.dumps({"sample_batch_tokens": list(widths), "max_batch_tokens": 64,
@@ -62,6 +62,7 @@ def test_sglang_verifies_as_much_of_a_block_as_its_confidences_pay_for(plain: Sg
     line = flags(*drafting(drafter, CHAIN), "--speculative-dspark-sps-table-path", str(table),
                  "--speculative-dspark-confidence-sts-path", str(table))
     verified = Counter[int]()
+    # Not compact, the mode of our launch lines: torch_native does not verify requests of different lengths together.
     with serving(line, tmp_path, SGLANG_RAGGED_VERIFY_MODE="cap-accept") as drafted:
         for prompt in prompts[::2]:
             without, capped = (generated(server, prompt) for server in (plain, drafted))

@@ -125,14 +125,14 @@ class DraftServing(Frozen):
 
     step_rates: tuple[StepRate, ...] | None = None
     """Of a `dspark` drafter: verify as many tokens of each block as its confidences pay for at these rates, the fewest
-    tokens first (SGLang's cap-accept mode). Tuning fills an empty list with what it measured. Default: whole blocks.
-    """
+    tokens first (SGLang's compact mode), with `fa3` or `trtllm_mha` for the target's attention. Tuning fills an empty
+    list with what it measured. Default: whole blocks."""
 
     @model_validator(mode="after")
     def _ascending(self) -> "DraftServing":
         tokens = [rate.batch_tokens for rate in self.step_rates or ()]
-        if tokens != sorted(set(tokens)):
-            raise ValueError(f"step_rates has batch_tokens {tokens}: give each once, in ascending order")
+        if tokens != sorted(set(tokens)) or len(tokens) == 1:  # which SGLang takes for no rates
+            raise ValueError(f"step_rates has batch_tokens {tokens}: give at least two, each once, in ascending order")
         return self
 
     def label(self) -> str:

@@ -140,6 +140,9 @@ class JobSpec(Frozen):
             raise ValueError(f"tune.drafts or benchmark.tree.draft has {self.draft_servings[0].label()[1:]!r}, and "
                              "engine is 'embedded', which computes drafter and target alike: omit it, or set engine to "
                              "'sglang'")
+        if self.benchmark.tree.draft.step_rates == ():
+            raise ValueError("benchmark.tree.draft.step_rates is empty, and rates are measured after the benchmark: "
+                             "give some, or omit it; in tune.drafts an empty list is filled")
         if self.sweep.shared_passes == "always" and self.placement.train_launcher == "trainjob":
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")

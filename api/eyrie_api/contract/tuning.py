@@ -213,6 +213,15 @@ class TuneSpec(Frozen):
     repeats: int = Field(1, ge=1, le=100)
     """Upper bound of how often the race answers its prompts."""
 
+    @model_validator(mode="after")
+    def _some_shape(self) -> "TuneSpec":
+        if not self.shapes:
+            raise ValueError(f"num_steps {list(self.num_steps)}, top_k {list(self.top_k)} and num_draft_tokens "
+                             f"{list(self.num_draft_tokens)} give no possible shape: a tree has from num_steps + 1 to "
+                             "1 + top_k + (num_steps - 1) * top_k^2 tokens, and drafts with attention_backend "
+                             f"{' or '.join(CHAIN_BACKENDS)} are chains: add 1 to top_k (chains), or change the others")
+        return self
+
     @property
     def shapes(self) -> tuple[DraftTreeShape, ...]:
         """Every shape of the grid that can exist, once, chains first, then by depth, width and tokens."""

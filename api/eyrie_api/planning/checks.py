@@ -211,7 +211,7 @@ def attention_backend_serves(submission: Submission) -> None:
     for machine, family, draft in product(known, job.families, spec.draft_servings):
         if (algorithm := FAMILIES[family].sglang_algorithm) is not None:
             tree = draft == spec.benchmark.tree.draft and spec.benchmark.tree.top_k > 1
-            if (problem := draft_problem(machine, draft, algorithm, tree)) is not None:
+            if (problem := draft_problem(machine, needs, draft, algorithm, tree, given)) is not None:
                 raise InvalidInput(f"tune.drafts or benchmark.tree.draft: {problem[0]}", problem[1])
     if given is None:
         return

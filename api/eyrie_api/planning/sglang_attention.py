@@ -178,14 +178,17 @@ def attention_problem(machine: SglangHardware, needs: AttentionNeeds, backend: A
     return None
 
 
-def draft_problem(machine: SglangHardware, draft: DraftServing, algorithm: SGLangAlgorithm,
-                  tree: bool) -> tuple[str, str] | None:
+def draft_problem(machine: SglangHardware, needs: AttentionNeeds, draft: DraftServing, algorithm: SGLangAlgorithm,
+                  tree: bool, target_backend: AttentionBackend | None) -> tuple[str, str] | None:
     """Why SGLang does not compute a drafter of this algorithm so on a machine, and the hint; None when it does.
 
-    tree   whether it is to draft trees
+    tree             whether it is to draft trees
+    target_backend   of the target's attention; None: the preferred one
 
     From 0.5.23: block drafters keep trtllm_mha only if their layers are causal or windowed, which Eyrie's are not, and
-    fa4 reads no FP8 cache (`_resolve_dflash_draft_attention_backend`, `configure_kv_cache_dtype`).
+    fa4 reads no FP8 cache (`_resolve_dflash_draft_attention_backend`, `configure_kv_cache_dtype`). Few backends verify
+    different numbers of tokens of the requests of one batch (`supports_ragged_verify_graph`; trtllm_mha only where it
+    is preferred, flashinfer only for MLA), with linear attention none.
     """
     backend, blocks, gpu = draft.attention_backend, algorithm in BLOCK_ALGORITHMS, machine.platform == "cuda"
     served = ({"fa3": machine.compute <= 90, "fa4": machine.compute in (100, 103), "flashinfer": True, "triton": True,
@@ -196,6 +199,11 @@ def draft_problem(machine: SglangHardware, draft: DraftServing, algorithm: SGLan
         return f"draft.step_rates is of DSpark's confidences, and the drafter is of {algorithm}", "omit it"
     if draft != DraftServing() and machine.platform == "cpu":
         return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit draft"
+    ragged = () if needs.linear else ("fa3", "trtllm_mha", *(("flashinfer",) if needs.mla else ()))
+    if draft.step_rates is not None and (target := target_backend or preferred(machine, needs)[0]) not in ragged:
+        others = " or ".join(name for name in preferred(machine, needs) if name in ragged)
+        return (f"draft.step_rates verifies parts of blocks, and attention backend {target!r} of the target does not",
+                f"omit it, or use {others or 'a GPU with another: fa3 on Hopper, trtllm_mha on B200'}")
     if backend is not None and not served.get(backend, False):
         return (f"draft.attention_backend is {backend!r}, which does not draft {algorithm} on {machine.name}",
                 f"use {fits}, or omit it")

@@ -90,13 +90,13 @@ def trained(family: FamilyImplementation, of: World, num_steps: int = 60) -> tup
     """A drafter after some steps over all documents, and how good it was before and is now, judged on them."""
     drafter, documents = new_drafter(family, of), of.packed
     taught = objective(family, drafter, of)
-    before = evaluate(taught, [documents], HEADS)
+    before = evaluate(taught, [documents])
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2, betas=(0.9, 0.95))
     for step in range(num_steps):
         optimizer.zero_grad()
         taught(documents, StepContext(step, num_steps, seed=0)).loss.backward()
         optimizer.step()
-    return drafter, before, evaluate(taught, [documents], HEADS)
+    return drafter, before, evaluate(taught, [documents])
 
 
 def exported(family: FamilyImplementation, of: World, directory: Path) -> Path:

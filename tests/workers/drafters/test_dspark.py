@@ -20,6 +20,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.sglang.checkpoints import read_drafter
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.evaluation import evaluate
 from tests.workers.drafters.test_dflash import (
     FIRST_STEP,
     HIDDEN,
@@ -103,6 +104,8 @@ def test_evaluation_has_the_confidences_and_an_export_their_temperatures(target:
     outcome = objective(packed)
     assert [of.shape for of in outcome.confidences] == [of.shape for of in outcome.hits]
     assert objective(packed, FIRST_STEP).confidences == ()
+    evaluation = evaluate(objective, [packed])  # of the block's steps, which are not those of train.ttt_length
+    assert len(evaluation.predicted) == len(evaluation.temperatures) == STEPS
     objective.calibrate((2.0, 0.5, 1.0))
     FAMILY.save(tmp_path, drafter, "float32", None)
     config = json.loads((tmp_path / "config.json").read_text())

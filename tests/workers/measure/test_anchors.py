@@ -2,7 +2,7 @@
 
 import pytest
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape
 from eyrie_api.contract.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measure.benchmark.blocks import BlockRun
 from eyrie_workers.measure.tuner.anchors import (
@@ -26,6 +26,16 @@ TRUE = RoundCosts(undrafted_s=0.020, per_node_s=0.001, fixed_s=0.003, per_step_s
 def test_the_anchors_are_off_both_ends_of_the_chains_the_largest_tree_and_the_deepest_lookup() -> None:
     assert [one.label() for one in anchors(SETTINGS)] == ["off", "1/1/2", "6/1/7", "6/4/16", "ngram 6/1/7"]
     assert [one.label() for one in anchors(SETTINGS[:2])] == ["off", "1/1/2"]
+
+
+def test_the_anchors_draft_whole_blocks_in_one_way() -> None:
+    for names, drafts in ((["off", "1/1/2", "6/1/7", "6/2/8"], ({"step_rates": ()}, {}, {"kv_dtype": "fp8_e4m3"})),
+                          (["off", "1/1/2/triton", "6/1/7/triton", "6/2/8/triton"],
+                           ({"attention_backend": "triton", "step_rates": ()},))):
+        given = possible_settings(TuneSpec(
+            num_steps=(1, 3, 6), top_k=(1, 2), num_draft_tokens=(8,), verifications=("target", "rejection"),
+            drafts=tuple(DraftServing.model_validate(draft) for draft in drafts), ngram=False))
+        assert [one.label() for one in anchors(given)] == names
 
 
 def _predicted(found: RoundCosts, setting: Setting) -> float:

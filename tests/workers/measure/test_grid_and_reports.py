@@ -1,5 +1,7 @@
 """Which settings are compared, what is said of depth against width, and how entries become cells."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_a_drafter_of_blocks_is_compared_in_chains_up_to_its_whole_block_with_of
 @given(st.builds(
     TuneSpec,
     num_steps=st.lists(st.integers(1, 16), min_size=1, max_size=4).map(tuple),
-    top_k=st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple),
+    top_k=st.lists(st.integers(1, 64), max_size=4).map(lambda widths: (1, *widths)),
     num_draft_tokens=st.lists(st.integers(2, 512), min_size=1, max_size=4).map(tuple)))
 def test_every_shape_of_any_grid_is_valid_and_every_valid_product_is_in_it(spec: TuneSpec) -> None:
     shapes = set(spec.shapes)
@@ -91,8 +93,15 @@ def test_every_shape_of_any_grid_is_valid_and_every_valid_product_is_in_it(spec:
         assert DraftTreeShape.model_validate(shape.model_dump()) == shape
         assert shape.num_steps in spec.num_steps
         assert shape.top_k in spec.top_k
-    if 1 in spec.top_k:
-        assert {s.num_steps for s in shapes if s.top_k == 1} == set(spec.num_steps)
+    assert {s.num_steps for s in shapes if s.top_k == 1} == set(spec.num_steps)
+
+
+@pytest.mark.parametrize("grid", [{"num_steps": (5, 6, 7), "top_k": (2,), "num_draft_tokens": (4,)},
+                                  {"num_steps": (1,), "top_k": (2,), "num_draft_tokens": (4,)},
+                                  {"top_k": (2, 4), "drafts": ({"attention_backend": "fa4"},)}])
+def test_a_grid_without_any_possible_shape_is_refused(grid: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"no possible shape.*fa4 or trtllm_mha are chains: add 1 to top_k"):
+        TuneSpec.model_validate(grid)
 
 
 def test_off_and_lookup_are_settings_like_any_other() -> None:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.contract.engine import DraftServing, DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Interval
-from eyrie_api.contract.tuning import OFF, DraftTime, OperatingPoint, Setting, StepTime, Trial
-from eyrie_workers.measure.tuner.operating import adaptive, between, compile_map, predicted_point, with_step_rates
+from eyrie_api.contract.tuning import OFF, OperatingPoint, Setting, Trial
+from eyrie_workers.measure.tuner.operating import adaptive, between, compile_map, predicted_point
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 
 
@@ -39,24 +39,6 @@ def test_the_first_slot_begins_at_one_row() -> None:
 @pytest.mark.parametrize("settings", [[TREE, OFF], [chain(3), LOOKUP], [chain(3), chain(3)], [OFF, OFF]])
 def test_what_sglang_cannot_follow_or_need_not_stays_static(settings: list[Setting]) -> None:
     assert adaptive([point(2**i, setting) for i, setting in enumerate(settings)]) is None
-
-
-def test_a_setting_that_waits_for_step_rates_has_those_of_chains_up_to_its_own_tokens() -> None:
-    waiting = Setting(tree=DraftTreeShape(num_steps=2, num_draft_tokens=3, draft=DraftServing(step_rates=())))
-    times = [StepTime(concurrency=users, temperature=temperature, verified_tokens=tokens, verify_s=seconds, rounds=9,
-                      tree=tree)
-             for users, tokens, seconds, temperature, tree in (
-                 (1, 1, 0.1, 0.0, False), (1, 3, 0.3, 0.0, False), (3, 1, 0.1, 0.0, False), (3, 3, 0.7, 0.0, False),
-                 (3, 4, 9.0, 0.0, False), (1, 3, 9.0, 1.0, False), (1, 2, 9.0, 0.0, True))]
-    drafting = [DraftTime(concurrency=users, temperature=0.0, setting=waiting, draft_s=0.1, rounds=9)
-                for users in (1, 3)]
-    filled = with_step_rates(waiting, times, drafting)
-    assert filled.tree is not None
-    assert filled.label() == waiting.label() == "2/1/3/by-confidence"
-    rates = [(rate.batch_tokens, rate.steps_per_s) for rate in filled.tree.draft.step_rates or ()]
-    assert rates == [(1, 5.0), (3, pytest.approx(1 / 0.3)), (9, pytest.approx(1.25))]
-    assert with_step_rates(filled, times, drafting) == filled
-    assert with_step_rates(chain(3), times, drafting) == chain(3)
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8))

@@ -1,5 +1,6 @@
 """Predictions against the thing itself: the replay of a shape is what that shape does when it decodes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape, SamplingSpec
 from eyrie_api.contract.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.ngram import NgramDrafter
@@ -160,6 +161,26 @@ def test_costs_are_read_off_the_lines_between_measurements() -> None:
     assert measured.draft_s(1, 0.0, OFF) == 0.0
 
 
+def test_a_setting_that_waits_for_step_rates_has_the_slowest_steps_of_as_many_tokens_or_fewer() -> None:
+    waiting = Setting(tree=DraftTreeShape(num_steps=3, num_draft_tokens=4, draft=DraftServing(step_rates=())))
+
+    def seconds(of: Costs) -> dict[int, float]:
+        filled = of.with_step_rates(waiting)
+        assert filled.label() == waiting.label() == "3/1/4/by-confidence"
+        assert of.with_step_rates(filled) == filled
+        assert filled.tree is not None
+        return {rate.batch_tokens: 1.0 / rate.steps_per_s for rate in filled.tree.draft.step_rates or ()}
+
+    measured = costs()
+    hot, two = (StepTime(concurrency=2, temperature=temperature, verified_tokens=1, verify_s=0.03, rounds=9)
+                for temperature in (1.0, 0.0))
+    assert seconds(measured) == pytest.approx(
+        {1: 0.017, 2: 0.018, 3: 0.019, 4: 0.02, 8: 0.024, 16: 0.032, 24: 0.04, 32: 0.048})
+    assert seconds(replace(measured, step_times=[*measured.step_times, hot, two])) == pytest.approx(
+        {1: 0.017, 2: 0.036, 3: 0.036, 4: 0.036, 6: 0.036, 8: 0.036, 16: 0.036, 24: 0.04, 32: 0.048})
+    assert measured.with_step_rates(setting(3)) == setting(3)
+
+
 def test_speculation_pays_alone_and_stops_paying_under_load() -> None:
     done = {OFF: {0.0: undrafted([61])},
             setting(4): {0.0: ReplayedRounds(tokens=61, requests=1, histogram=(10, 0, 10, 0, 10), passes={5: 30})}}
@@ -185,9 +206,11 @@ def test_a_chain_with_the_tau_that_it_needs_is_predicted_as_fast_as_asked_for(ro
     assert speedup == pytest.approx(bound, rel=0.02)
 
 
-def test_no_tau_is_enough_for_an_impossible_bound_and_trees_and_look_up_have_no_row() -> None:
+def test_no_tau_is_enough_for_an_impossible_bound_and_a_depth_has_one_row_and_trees_and_look_up_none() -> None:
+    drawn = DraftTreeShape(num_steps=2, num_draft_tokens=3, verification="rejection")
     done = {each: {0.0: undrafted([121])} for each in (
-        OFF, setting(2), setting(8), setting(4, 4, 8), Setting(method="ngram", tree=setting(3).tree))}
+        OFF, setting(8), setting(2), Setting(tree=drawn), setting(4, 4, 8),
+        Setting(method="ngram", tree=setting(3).tree))}
     needed = needed_taus(done, [1, 8], costs(), OFF, 2.2)
     assert [(row.users, row.num_steps) for row in needed] == [(1, 2), (1, 8), (8, 2), (8, 8)]
     assert [row.tau is None for row in needed] == [True, False, True, True]

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftServing, DraftTreeShape
 from eyrie_api.contract.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measure.benchmark.blocks import turns
 from eyrie_workers.measure.intervals import MeasuredBlock
@@ -59,6 +59,13 @@ def test_off_and_possible_winners_are_admitted_dissimilar_shapes_first() -> None
     race = race_of(predicted)
     assert race.admit(4) == [OFF, chain(5), tree(5), chain(9)]
     assert set(race_of(predicted).admit(99)) == set(predicted) - {chain(1)}
+
+
+def test_a_setting_that_is_computed_otherwise_is_not_similar() -> None:
+    other = Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(kv_dtype="fp8_e4m3")))
+    drawn = Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, verification="rejection"))
+    race = race_of({OFF: 1.0, chain(5): 2.0, chain(6): 1.99, other: 1.98, drawn: 1.97})
+    assert race.admit(4) == [OFF, chain(5), other, drawn]
 
 
 def test_required_settings_are_measured_even_if_they_cannot_win() -> None:

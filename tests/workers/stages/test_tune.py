@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.artifacts import digest_model, read_manifest, verify_files
+from eyrie_api.artifacts import digest_model, read_manifest, read_sealed, verify_files, write_sealed
+from eyrie_api.contract.engine import DraftServing
 from eyrie_api.contract.reports import TuneReport
 from eyrie_api.contract.stages import RivalDrafter, TuneStage
-from eyrie_api.contract.tuning import OFF
+from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
+from eyrie_api.errors import EyrieError
 from eyrie_workers.catalog import command
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure.benchmark.variants import BASELINE, Entry
 from eyrie_workers.measure.tuner.operating import possible_settings
+from eyrie_workers.measure.tuner.profile import TuningProfile
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.tune import tune
 from tests.waiting import wait_for
@@ -163,12 +166,37 @@ def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: P
     assert len(set(measured)) == len(measured) > len(kept) - 1
 
 
-def test_a_grid_without_any_possible_shape_is_refused(tmp_path: Path) -> None:
-    spec = stage_specs(tmp_path)[1]
-    impossible = spec.tune.model_copy(update={"num_steps": (9,), "top_k": (4,), "num_draft_tokens": (5,)})
-    directory = prepare(tmp_path, spec.model_copy(update={"tune": impossible}))
-    assert run_here(directory) == 65
-    assert "num_draft_tokens" in json.loads((directory / "failure.json").read_text())["hint"]
+def test_settings_that_wait_for_step_rates_have_them_in_all_of_the_report_and_when_they_start_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = one_shape(stage_specs(tmp_path, prompts_per_suite=2, max_new_tokens=4)[1])
+    spec = spec.model_copy(update={"tune": spec.tune.model_copy(update={
+        "drafts": (DraftServing(step_rates=()),), "ngram": False})})
+    directory = prepare(tmp_path, spec)
+    assert run_here(directory) == 0
+    report = report_of(directory)
+    assert report.map is not None
+    rates = report.winner.draft.step_rates or pytest.fail("no rates")
+    assert [rate.batch_tokens for rate in rates] == [1, 2, 3, 4, 5]
+    drafted = Setting(tree=report.winner)
+    assert {trial.setting for trial in report.trials} == {OFF, drafted}
+    assert {point.setting for point in report.map.points} <= {OFF, drafted}
+    assert {cell.tree for cell in report.cells} == {report.winner}
+    # Killed after the first rung, where servers replace each other: those of the next rungs start with the rates.
+    ledger, profile = directory / "blocks.jsonl", directory / "profile.json"
+    first, *rows = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text(first + "".join(row for row in rows if json.loads(row)["rung"] == 0))
+    write_sealed(profile, read_sealed(profile.read_bytes(), TuningProfile).model_copy(update={"num_resident": 1}))
+    for name in ("manifest.json", "report.json", "final.jsonl"):
+        (directory / name).unlink()
+    start, started = EmbeddedEngine.start, list[DrafterUse]()
+
+    def recorded(engine: EmbeddedEngine, uses: dict[str, DrafterUse]) -> dict[str, EyrieError]:
+        started.extend(uses.values())
+        return start(engine, uses)
+
+    monkeypatch.setattr(EmbeddedEngine, "start", recorded)
+    assert run_here(directory) == 0
+    assert [use.setting for use in started[:2]] == [OFF, drafted]
 
 
 @pytest.mark.parametrize("ends_after", [0, 3], ids=["warming up", "in a rung"])

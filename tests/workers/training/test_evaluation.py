@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.training.evaluation import Evaluation, HitCounts, count_hits, evaluate
+from eyrie_workers.training.evaluation import Evaluation, HitCounts, evaluate
 from eyrie_workers.training.objective import Outcome
 from tests.workers.drafters.test_eagle3_proposer import random_documents, random_drafter
-from tests.workers.training.test_objective import STEPS, objective
+from tests.workers.training.test_objective import objective
 
 HITS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=12)
 
@@ -17,12 +17,14 @@ HITS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max
 def test_counts_follow_each_root_until_its_first_miss(roots: list[list[bool]]) -> None:
     roots = sorted(roots, key=len, reverse=True)
     per_step = [torch.tensor([hits[step] for hits in roots if len(hits) > step]) for step in range(5)]
-    counts = count_hits([hits for hits in per_step if hits.numel()], 5)
+    counts = HitCounts(5)
+    counts.add(Outcome(torch.tensor(0.0), 0, tuple(hits for hits in per_step if hits.numel())))
+    counted = counts.evaluation()
     for step in range(5):
         alive = [hits for hits in roots if len(hits) > step]
         right = [hits for hits in alive if all(hits[:step])]
-        assert counts[step] == (len(alive), sum(hits[step] for hits in alive), len(right),
-                                sum(hits[step] for hits in right))
+        assert (counted.predicted[step], counted.hit[step], counted.hit_before[step], counted.hit_so_far[step]) == (
+            len(alive), sum(hits[step] for hits in alive), len(right), sum(hits[step] for hits in right))
 
 
 def test_theoretical_speedup_is_one_plus_the_sum_of_cumulative_acceptance() -> None:
@@ -60,8 +62,8 @@ def test_no_predictions_are_no_acceptance_and_no_speedup() -> None:
 def test_batches_add_up_to_the_whole() -> None:
     drafter = random_drafter()
     one, other = random_documents((14, 11)), random_documents((9,), seed=6)
-    whole = evaluate(objective(drafter), [one, other], STEPS)
-    parts = [evaluate(objective(drafter), [part], STEPS) for part in (one, other)]
+    whole = evaluate(objective(drafter), [one, other])
+    parts = [evaluate(objective(drafter), [part]) for part in (one, other)]
     for field in ("predicted", "hit", "hit_before", "hit_so_far"):
         assert getattr(whole, field) == tuple(
             a + b for a, b in zip(*(getattr(part, field) for part in parts), strict=True))

@@ -170,15 +170,15 @@ def adaptive_config(plan: LaunchPlan) -> str | None:
         slots = {"sample_batch_tokens": [rate.batch_tokens for rate in rates],
                  "sample_steps_per_sec": [rate.steps_per_s for rate in rates],
                  "max_batch_tokens": rates[-1].batch_tokens}
-        if _calibrated(plan):  # SGLang reads each of the two from a file, and what it does not know it leaves
-            slots["temperatures"] = list(plan.drafter.confidence_temperatures if plan.drafter else ())
+        if temperatures := _temperatures(plan):  # SGLang reads each of the two from a file, and leaves what is not its
+            slots["temperatures"] = list(temperatures)
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
 
 
-def _calibrated(plan: LaunchPlan) -> bool:
-    """Whether the drafter has a temperature for each step of the plan's chain, as SGLang requires."""
-    return (plan.drafter is not None and plan.setting.tree is not None
-            and len(plan.drafter.confidence_temperatures) == plan.setting.tree.num_steps)
+def _temperatures(plan: LaunchPlan) -> tuple[float, ...]:
+    """Of the confidences of each step of the plan's chain, as SGLang requires; none where the drafter has fewer."""
+    known, tree = plan.drafter.confidence_temperatures if plan.drafter else (), plan.setting.tree
+    return () if tree is None or len(known) < tree.num_steps else known[:tree.num_steps]
 
 
 def _draft_serving(plan: LaunchPlan) -> DraftServing:
@@ -195,7 +195,7 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
     if plan.machine.platform == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if _draft_serving(plan).step_rates is not None:
-        variables["SGLANG_RAGGED_VERIFY_MODE"] = "cap-accept"
+        variables["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
     slots = adaptive_slots(plan)
     if slots is not None and 0 in candidate_steps(slots):
         # A round without drafting would otherwise still run the drafter over the accepted tokens.
@@ -289,7 +289,7 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
         line += ["--speculative-draft-kv-cache-dtype", draft.kv_dtype]
     if draft.step_rates:
         line += ["--speculative-dspark-sps-table-path", str(plan.adaptive_path)]
-        if _calibrated(plan):
+        if _temperatures(plan):
             line += ["--speculative-dspark-confidence-sts-path", str(plan.adaptive_path)]
     if draft.quantization is not None or (plan.target.quantised and drafter.quantised is None):
         # The default is the target's quantisation.
@@ -341,7 +341,8 @@ def _check_drafter(plan: LaunchPlan, shared: SharedServerArgs, *, adaptive: bool
                            "train it without drafter.sliding_window")
     tree = None if adaptive else plan.setting.tree
     if tree is not None:
-        problem = sglang_attention.draft_problem(plan.machine, tree.draft, algorithm, tree.top_k > 1)
+        problem = sglang_attention.draft_problem(
+            plan.machine, plan.target.attention, tree.draft, algorithm, tree.top_k > 1, shared.attention_backend)
         if problem is not None:
             raise Unlaunchable(*problem)
         if tree.draft.step_rates is not None and not drafter.confident:

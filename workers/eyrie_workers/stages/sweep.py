@@ -236,7 +236,7 @@ def shared_targets(objectives: Mapping[str, Objective[Any]], documents: PackedBa
 def evaluate_together(runs: Mapping[str, TrainingRun]) -> dict[str, Evaluation]:
     """What `evaluate` returns for each run of a group, from one read of the held-out rows and shared targets."""
     objectives = {name: run.trainer.objective for name, run in runs.items()}
-    counts = {name: HitCounts(run.spec.train.ttt_length) for name, run in runs.items()}
+    counts = {name: HitCounts(objective.steps) for name, objective in objectives.items()}
     first = next(iter(runs.values()))
     for documents in (batch.with_states_on(first.device) for batch in first.held_out()):
         targets = shared_targets(objectives, documents, {})

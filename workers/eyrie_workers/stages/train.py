@@ -497,7 +497,7 @@ class TrainingRun:
 
     def _evaluate(self) -> Evaluation:
         return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
-                        self.spec.train.ttt_length, self._dist.all_sum)
+                        self._dist.all_sum)
 
     def _after_evaluation(self, report: StepReport, evaluation: Evaluation, export_due: bool) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):

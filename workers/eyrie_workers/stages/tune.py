@@ -121,10 +121,8 @@ class Tuning:
             affordable = min(affordable, max(resident, _FEWEST_RACERS))
         spent, rung, most_rungs = 0.0, 0, self.most_rungs(concurrency)
         while True:
-            self._admit(race, concurrency, rung, affordable, [prediction.setting for prediction in by_speed])
-            all_ready = resident is None or len(race.active) <= resident
-            rungs = range(rung, rung + (1 if all_ready else RUNGS_PER_START))
-            seconds = self.measure_rungs(race, concurrency, rungs, all_ready)
+            rungs = self._admit(race, concurrency, rung, affordable, [prediction.setting for prediction in by_speed])
+            seconds = self.measure_rungs(race, concurrency, rungs, len(rungs) == 1)
             spent, rung = spent + seconds, rungs.stop
             dropped = race.drop()
             if dropped:
@@ -141,8 +139,9 @@ class Tuning:
                                   f"{race.estimate(leader):.2f}x; {len(race.blocks)} of {len(self.settings)} measured")
         return race
 
-    def _admit(self, race: Race, concurrency: int, rung: int, affordable: int, by_speed: Sequence[Setting]) -> None:
-        """Activate settings and make them ready. One that cannot start is withdrawn, and the next one admitted.
+    def _admit(self, race: Race, concurrency: int, rung: int, affordable: int, by_speed: Sequence[Setting]) -> range:
+        """Activate settings, and make them ready for the rungs that it returns: from `rung` on, more than one where not
+        all can be ready at once. One that cannot start is withdrawn, and the next one admitted.
 
         Raises the error of off, and of the drafter when no setting of it can start.
         """
@@ -150,9 +149,13 @@ class Tuning:
             left = [setting for setting in by_speed if setting not in race.reasons or setting in race.blocks]
             required = always_raced(left)
             entered = race.admit(max(affordable, 1 + len(required)), required)
-            unknown = [setting for setting in race.active if not self._known(setting, concurrency, rung)]
+            resident = self.profile.num_resident
+            rungs = range(rung, rung + (1 if resident is None or len(race.active) <= resident else RUNGS_PER_START))
+            unknown = [setting for setting in race.active if any(
+                (concurrency, temperature, number, setting.label()) not in self.blocks.runs
+                for number in rungs for temperature in self.spec.tune.temperatures)]
             if not unknown:
-                return
+                return rungs
             failed = self.blocks.engine.start({
                 setting.label(): self.uses[setting.label()] for setting in race.active})
             if not failed:
@@ -160,13 +163,13 @@ class Tuning:
             for setting in [setting for setting in race.active if setting.label() in failed]:
                 self._withdraw(race, setting, concurrency, failed[setting.label()])
         # Servers that replace each other are warmed when they start.
-        resident = self.blocks.engine.num_resident
-        for setting in entered if resident is None or len(race.active) <= resident else ():
+        for setting in entered if len(rungs) == 1 else ():
             if setting in unknown:
                 try:
                     self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
                 except (EngineFailed, InvalidInput) as error:
                     self._withdraw(race, setting, concurrency, error)
+        return rungs
 
     def _withdraw(self, race: Race, setting: Setting, concurrency: int, error: EyrieError) -> None:
         """Drop a setting that cannot be measured. Raises `error` for off, and where the drafter has none left."""
@@ -183,9 +186,6 @@ class Tuning:
         """Rungs that use every prompt twice per repeat; at least as many as an interval needs."""
         requests = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
         return max(FEWEST_PAIRS, math.ceil(requests / block_size(concurrency)))
-
-    def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
-        return all((concurrency, t, rung, setting.label()) in self.blocks.runs for t in self.spec.tune.temperatures)
 
     def measure_rungs(self, race: Race, concurrency: int, rungs: range, all_ready: bool = True) -> float:
         """Measure one block of each rung and temperature in every active setting; returns the seconds measured.
@@ -312,32 +312,25 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         drafter = read_drafter(spec.drafter_dir, read_json(Path(spec.drafter_dir) / "config.json"))
         if drafter.block_size is not None:
             settings = operating.with_block(settings, drafter.block_size)
-    if not any(setting.method == "drafter" for setting in settings):
-        raise InvalidInput("tune: no combination of num_steps, top_k and num_draft_tokens is possible",
-                           "add 1 to tune.top_k (chains), or raise tune.num_draft_tokens above num_steps")
     concurrencies = sorted(set(spec.tune.concurrencies))
     suites = read_suites(spec, stage)
     final_ledger, ledger = open_ledger(Entry, stage, spec, FINAL_LEDGER), open_ledger(BlockRun, stage, spec, BLOCKS)
     prompts = draw_prompts(suites, spec)
-    uses = uses_of(spec, {setting.label(): setting for setting in settings} | {BASELINE: OFF})
+    uses = uses_of(spec, {setting.label(): setting for setting in (*settings, *anchors(settings))} | {BASELINE: OFF})
     with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
         blocks = MeasuredBlocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
-        profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed)
-        served = {setting: operating.with_step_rates(setting, profile.step_times, profile.draft_times)
-                  for setting in settings}
-        uses |= uses_of(spec, {setting.label(): with_rates for setting, with_rates in served.items()})
+        profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed).with_step_rates()
+        settings = tuple(dict.fromkeys(replayed.setting for replayed in profile.replays))
+        uses |= uses_of(spec, {setting.label(): setting for setting in settings})
         tuning = Tuning(spec, stage, blocks, settings, uses, profile)
         races = {}
         for number, concurrency in enumerate(concurrencies):
             left = spec.tune.budget_s - tuning.spent_s
             races[concurrency] = tuning.race(concurrency, left / (len(concurrencies) - number))
         map_, trials = build_map(tuning, races, time.monotonic() - started)
-        map_ = map_.model_copy(update={"points": tuple(
-            point.model_copy(update={"setting": served[point.setting]}) for point in map_.points)})
         lowest = races[concurrencies[0]]
-        best = lowest.best_drafted("drafter")
-        assert best is not None  # the best predicted one was required in the race
-        winner = served[best]
+        winner = lowest.best_drafted("drafter")
+        assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
         began_final, variant = time.monotonic(), drafted(winner.tree)
 

@@ -16,7 +16,7 @@ with the lowest cross-entropy of sigmoid(confidence / temperature) against hits,
 counted in bins.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -59,23 +59,6 @@ class Evaluation:
         return 1.0 + sum(accumulate(self.acceptance, mul))
 
 
-def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
-    """Counts (predictions, hits, all hit before, all hit so far) of one batch for each of `ttt_length` steps."""
-    counts = [(0, 0, 0, 0)] * ttt_length  # of steps that no root reached, or that the drafter does not predict
-    for step, (hit, before) in enumerate(zip(hits[:ttt_length], hit_before(hits), strict=False)):
-        counts[step] = hit.numel(), int(hit.sum()), int(before.sum()), int((before & hit).sum())
-    return counts
-
-
-def hit_before(hits: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Of each step, [R_s] whether all earlier steps of a root hit."""
-    so_far: Tensor | None = None
-    for hit in hits:
-        before = torch.ones_like(hit) if so_far is None else so_far[: hit.numel()]  # roots of a step are the first ones
-        yield before
-        so_far = before & hit
-
-
 _MOST, _PER_UNIT = 12, 4  # bins of confidences: the largest logit, and how many to a unit
 _FEWEST = 50
 """Roots from which a temperature is fitted."""
@@ -97,44 +80,45 @@ def fit_temperatures(counts_SB2: Tensor) -> tuple[float, ...]:
 
 
 class HitCounts:
-    def __init__(self, ttt_length: int) -> None:
-        self._ttt_length = ttt_length
-        self._totals = [(0, 0, 0, 0)] * ttt_length
-        self._loss_sum, self._weight = 0.0, 0
-        self._confidences_SB2 = torch.zeros(ttt_length, 2 * _MOST * _PER_UNIT + 1, 2, dtype=torch.float64)
+    """Sums over batches, in float64, which holds each count exactly."""
+
+    def __init__(self, steps: int) -> None:
+        """steps: of the objective."""
+        self._totals_S4 = torch.zeros(steps, 4, dtype=torch.float64)  # in the order of an `Evaluation`'s fields
+        self._loss_2 = torch.zeros(2, dtype=torch.float64)  # a sum, not a mean, and its weight: batches differ in size
+        self._confidences_SB2 = torch.zeros(steps, 2 * _MOST * _PER_UNIT + 1, 2, dtype=torch.float64)
 
     def add(self, outcome: Outcome) -> None:
-        counts = count_hits(outcome.hits, self._ttt_length)
-        self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
-                        for total, count in zip(self._totals, counts, strict=True)]
-        self._loss_sum += float(outcome.loss) * outcome.supervised  # a sum, not a mean: batches differ in size
-        self._weight += outcome.supervised
-        for counts_B2, logits, hit, before in zip(self._confidences_SB2, outcome.confidences, outcome.hits,
-                                                  hit_before(outcome.hits), strict=False):
-            place = ((logits[before].clamp(-_MOST, _MOST) + _MOST) * _PER_UNIT).round().long().cpu()
-            for column, of in enumerate((torch.ones_like(place), hit[before].cpu())):
-                counts_B2[:, column] += torch.bincount(place, of.double(), len(counts_B2))
+        self._loss_2 += torch.tensor([float(outcome.loss), 1.0], dtype=torch.float64) * outcome.supervised
+        so_far: Tensor | None = None  # whether all steps of a root hit
+        for step, hit in enumerate(outcome.hits):
+            before = torch.ones_like(hit) if so_far is None else so_far[: hit.numel()]  # roots of a step are the first
+            so_far = before & hit
+            self._totals_S4[step] += torch.tensor([hit.numel(), *(int(x.sum()) for x in (hit, before, so_far))])
+            if outcome.confidences:
+                logits, counts_B2 = outcome.confidences[step][before], self._confidences_SB2[step]
+                place = ((logits.clamp(-_MOST, _MOST) + _MOST) * _PER_UNIT).round().long().cpu()
+                for column, of in enumerate((torch.ones_like(place), hit[before].cpu())):
+                    counts_B2[:, column] += torch.bincount(place, of.double(), len(counts_B2))
 
     def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
         """Of all batches. The loss is the batches' mean, weighted by their supervised token predictions.
 
         total  sums a tensor over all processes, each of which evaluated its own batches.
         """
-        # One collective for all counts. float64 holds each count exactly.
-        counts = [*(float(count) for counts in self._totals for count in counts), self._loss_sum, float(self._weight)]
-        sums = total(torch.cat([torch.tensor(counts, dtype=torch.float64), self._confidences_SB2.flatten()]))
-        sums, confidences = sums.split([len(counts), self._confidences_SB2.numel()])
-        table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()
-        predicted, hit, before, after = (tuple(column) for column in table)
-        return Evaluation(predicted, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)),
+        parts = (self._totals_S4, self._loss_2, self._confidences_SB2)
+        sums = total(torch.cat([part.flatten() for part in parts]))  # one collective for all
+        counts, loss, confidences = sums.split([part.numel() for part in parts])
+        predicted, hit, before, after = map(tuple, counts.round().long().view(-1, 4).T.tolist())
+        return Evaluation(predicted, hit, before, after, float(loss[0] / loss[1].clamp(min=1.0)),
                           fit_temperatures(confidences.view_as(self._confidences_SB2)) if confidences.any() else ())
 
 
 @torch.no_grad()
-def evaluate(objective: Objective[Any], batches: Iterable[PackedBatch], ttt_length: int,
+def evaluate(objective: Objective[Any], batches: Iterable[PackedBatch],
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
     """Run the objective over held-out batches; `total` as in `HitCounts.evaluation`."""
-    counts = HitCounts(ttt_length)
+    counts = HitCounts(objective.steps)
     for documents in batches:
         counts.add(objective(documents))
     return counts.evaluation(total)

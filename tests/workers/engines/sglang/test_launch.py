@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyrie_api.contract.engine import DraftServing, DraftTreeShape, EngineSpec, StepRate, Verification
+from eyrie_api.contract.engine import (
+    AttentionBackend,
+    DraftServing,
+    DraftTreeShape,
+    EngineSpec,
+    StepRate,
+    Verification,
+)
 from eyrie_api.contract.families import FAMILIES, VERIFICATIONS, SGLangAlgorithm
 from eyrie_api.contract.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_api.errors import UnsupportedTarget
@@ -440,14 +447,15 @@ def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() ->
         asked = drafted("DSPARK", Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(
             step_rates=known))), adaptive_path="/a.json")
         assert launch_arguments(asked) == (*usual, *more)
-        assert launch_environment(asked)["SGLANG_RAGGED_VERIFY_MODE"] == "cap-accept"
+        assert launch_environment(asked)["SGLANG_RAGGED_VERIFY_MODE"] == "compact"
         document = adaptive_config(asked)
         assert (document is None) == (not known)
         if document is not None:
             assert json.loads(document) == {"sample_batch_tokens": [1, 6], "sample_steps_per_sec": [40.0, 20.0],
                                             "max_batch_tokens": 6}
     calibrated = replace(asked, setting=Setting(tree=DraftTreeShape(num_steps=2, num_draft_tokens=3, draft=DraftServing(
-        step_rates=rates))), drafter=replace(asked.drafter or pytest.fail("none"), confidence_temperatures=(2.0, 0.5)))
+        step_rates=rates))), drafter=replace(asked.drafter or pytest.fail("none"),
+                                             confidence_temperatures=(2.0, 0.5, 1.0)))
     assert value(launch_arguments(calibrated), "--speculative-dspark-confidence-sts-path") == "/a.json"
     assert json.loads(adaptive_config(calibrated) or "")["temperatures"] == [2.0, 0.5]
     longer = replace(calibrated, setting=asked.setting.model_copy(update={"tree": calibrated.setting.tree and
@@ -460,6 +468,26 @@ def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() ->
         launch_arguments(replace(asked, drafter=replace(asked.drafter or pytest.fail("none"), confident=False)))
     with pytest.raises(ValidationError, match="ascending"):
         DraftServing(step_rates=rates[::-1])
+    with pytest.raises(ValidationError, match=r"\[1\]: give at least two"):
+        DraftServing(step_rates=rates[:1])
+
+
+@pytest.mark.parametrize(("machine", "backend", "needs", "hint"), [
+    ("h100", None, {}, None), ("b200", None, {}, None), ("b200", None, {"mla": True}, None),
+    ("h100", "triton", {}, "use fa3"), ("b200", "flashinfer", {}, "use trtllm_mha"),
+    ("h100", None, {"linear": True}, "a GPU with another"), ("a100-80gb", None, {}, "fa3 on Hopper"),
+    ("rtx-pro-6000-blackwell", None, {}, "trtllm_mha on B200"), ("mi300x", None, {}, "a GPU with another")])
+def test_parts_of_blocks_are_verified_by_backends_that_sglang_has_it_in(
+        machine: str, backend: AttentionBackend | None, needs: dict[str, bool], hint: str | None) -> None:
+    asked = drafted("DSPARK", Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(
+        step_rates=()))), machine, engine=EngineSpec(kind="sglang", attention_backend=backend))
+    asked = replace(asked, target=replace(asked.target, attention=AttentionNeeds(**needs)))
+    if hint is None:
+        assert launch_arguments(asked)
+        return
+    with pytest.raises(Unlaunchable, match="verifies parts of blocks, and attention backend") as refused:
+        launch_arguments(asked)
+    assert hint in refused.value.hint
 
 
 def test_a_drafter_that_is_stored_quantised_is_not_quantised_again() -> None:

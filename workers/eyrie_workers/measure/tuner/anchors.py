@@ -18,8 +18,9 @@ Where the target has no reference implementation to replay drafting in, acceptan
 exact in probability by position for chains, and an upper bound for trees with fewer nodes than the anchor.
 
 Anchors are off, the shallowest and the deepest chain, the largest tree, and the deepest n-gram chain; each answers the
-first block of the race, whose result the race then reuses. Errors of the model are corrected by the race, which shifts
-all predictions by their mean error.
+first block of the race, whose result the race then reuses. The drafter's are computed in one way, the first that is
+given, and verified as whole blocks: step rates follow from these times. Errors of the model are corrected by the race,
+which shifts all predictions by their mean error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from itertools import combinations
 
 import numpy as np
 
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import OFF, DraftTime, Method, Setting, StepTime
 from eyrie_workers.measure.benchmark.blocks import BlockRun
 from eyrie_workers.measure.tuner.predict import ReplayedRounds
@@ -53,20 +55,18 @@ class RoundCosts:
 
 def anchors(settings: Sequence[Setting]) -> list[Setting]:
     """The settings to time, off first."""
-    def size(setting: Setting) -> tuple[int, int, int]:
-        assert setting.tree is not None
-        return setting.tree.num_steps, setting.tree.num_draft_tokens, setting.tree.top_k
+    def size(shape: DraftTreeShape) -> tuple[int, int, int]:
+        return shape.num_steps, shape.num_draft_tokens, shape.top_k
 
-    chosen: dict[Setting, None] = {OFF: None}
-    drafted = [setting for setting in settings if setting.method == "drafter"]
-    # Settings whose servers wait for measured step rates are not among those that are measured first.
-    drafted = [one for one in drafted if one.tree and one.tree.draft.step_rates is None] or drafted
-    chains = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k == 1), key=size)
-    trees = sorted((setting for setting in drafted if setting.tree and setting.tree.top_k > 1), key=size)
-    lookups = sorted((setting for setting in settings if setting.method == "ngram"), key=size)
-    for group in ((chains or trees)[:1], chains[-1:], trees[-1:], lookups[-1:]):
-        chosen |= dict.fromkeys(group)
-    return list(chosen)
+    whole = [setting.tree.model_copy(update={"draft": setting.tree.draft.model_copy(update={"step_rates": None})})
+             for setting in settings if setting.method == "drafter" and setting.tree]
+    alike = sorted((shape for shape in whole if shape.draft == whole[0].draft
+                    and (shape.top_k > 1 or shape.verification == whole[0].verification)), key=size)
+    chains, trees = ([shape for shape in alike if (shape.top_k > 1) is wide] for wide in (False, True))
+    lookups = sorted((setting.tree for setting in settings if setting.method == "ngram" and setting.tree), key=size)
+    chosen = dict.fromkeys((*(chains or trees)[:1], *chains[-1:], *trees[-1:]))
+    return [OFF, *(Setting(tree=shape) for shape in chosen),
+            *(Setting(method="ngram", tree=shape) for shape in lookups[-1:])]
 
 
 def round_seconds(run: BlockRun, prefill_s: float) -> float:

@@ -16,19 +16,16 @@ only; for any other map a server keeps one setting, that of the expected load.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
 
 from pydantic import JsonValue
 
-from eyrie_api.contract.engine import DraftTreeShape, StepRate
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import (
     FINAL_TIMES,
     OFF,
-    DraftTime,
     OperatingMap,
     OperatingPoint,
     Setting,
-    StepTime,
     Trial,
     TuneSpec,
 )
@@ -58,27 +55,6 @@ def with_block(settings: Sequence[Setting], block_size: int) -> tuple[Setting, .
               for verification, draft in dict.fromkeys((tree.verification, tree.draft) for tree in trees)]
     return (OFF, *(Setting(tree=chain) for chain in chains),
             *(setting for setting in settings if setting.method == "ngram"))
-
-
-def with_step_rates(setting: Setting, step_times: Sequence[StepTime], draft_times: Sequence[DraftTime]) -> Setting:
-    """The setting with measured rates in place of an empty `step_rates`: of batches of chains up to its own tokens, at
-    the lowest temperature, drafting of the deepest shape included."""
-    tree = setting.tree
-    if tree is None or tree.draft.step_rates != ():
-        return setting
-    coldest = min(time.temperature for time in step_times)
-    drafting: dict[int, float] = {}
-    for time in draft_times:  # a block costs the more, the longer it is
-        if time.setting.method == setting.method and time.temperature == coldest:
-            drafting[time.concurrency] = max(time.draft_s, drafting.get(time.concurrency, 0.0))
-    seconds: dict[int, list[float]] = {}
-    for step in step_times:
-        if step.temperature == coldest and not step.tree and step.verified_tokens <= tree.num_draft_tokens:
-            seconds.setdefault(step.concurrency * step.verified_tokens, []).append(
-                step.verify_s + drafting.get(step.concurrency, 0.0))
-    rates = tuple(StepRate(batch_tokens=tokens, steps_per_s=1.0 / fmean(of)) for tokens, of in sorted(seconds.items()))
-    draft = tree.draft.model_copy(update={"step_rates": rates})
-    return setting.model_copy(update={"tree": tree.model_copy(update={"draft": draft})})
 
 
 def depth_against_width(predictions: Sequence[PredictedSpeed]) -> str:

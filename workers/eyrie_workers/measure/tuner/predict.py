@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.engine import DraftTreeShape, StepRate
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.tuning import DraftTime, NeededTau, Setting, StepTime
 from eyrie_api.planning.needed_tau import needed_tau
@@ -213,6 +213,24 @@ class Costs:
         return _line({rows: _line({width: _line(curve, setting.tree.num_steps) for width, curve in by_width.items()},
                                   setting.tree.top_k) for rows, by_width in points.items()}, concurrency)
 
+    def with_step_rates(self, setting: Setting) -> Setting:
+        """The setting with rates in place of an empty `step_rates`: of chains of each length up to its own at each load
+        that was timed, at the lowest temperature, drafting included. SGLang looks up the last entry that has no more
+        tokens than a step: an entry has the slowest step of those with as many or fewer, so more are never faster."""
+        tree = setting.tree
+        if tree is None or tree.draft.step_rates != ():
+            return setting
+        coldest = min(time.temperature for time in self.step_times)
+        slowest, rates = 0.0, dict[int, StepRate]()
+        for tokens, seconds in sorted(
+                (load * nodes, self.verify_s(load, coldest, nodes, False) + self.draft_s(load, coldest, setting))
+                for load in {time.concurrency for time in self.step_times}
+                for nodes in range(1, tree.num_draft_tokens + 1)):
+            slowest = max(slowest, seconds)
+            rates[tokens] = StepRate(batch_tokens=tokens, steps_per_s=1.0 / slowest)
+        draft = tree.draft.model_copy(update={"step_rates": tuple(rates.values())})
+        return setting.model_copy(update={"tree": tree.model_copy(update={"draft": draft})})
+
 
 def _line(points: Mapping[int, float], at: float) -> float:
     """Piecewise linear interpolation; extrapolates along the outer pieces, never below zero."""
@@ -270,11 +288,10 @@ def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency:
 
 def needed_taus(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrencies: Sequence[int], costs: Costs,
                 off: Setting, min_speedup: float) -> tuple[NeededTau, ...]:
-    """The tau that each chain of the drafter among `done` needs at each concurrency, for answers as long as those that
-    were replayed; means over temperatures."""
-    shapes = sorted(((setting.tree.num_steps, setting) for setting in done
-                     if setting.method == "drafter" and setting.tree is not None and setting.tree.top_k == 1),
-                    key=lambda shape: shape[0])
+    """The tau that the drafter's chains of each depth among `done` need at each concurrency, for answers as long as
+    those that were replayed; means over temperatures."""
+    shapes = {setting.tree.num_steps: setting for setting in done  # costs of equal depths are equal
+              if setting.method == "drafter" and setting.tree is not None and setting.tree.top_k == 1}
     decoded = {temperature: plain for temperature, plain in done[off].items() if plain.rounds}
 
     def round_s(setting: Setting, concurrency: int, temperature: float, nodes: int) -> float:
@@ -289,4 +306,4 @@ def needed_taus(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurre
     return tuple(NeededTau(users=concurrency, num_steps=depth, tau=needed_tau(
         depth, fmean(round_s(setting, concurrency, temperature, depth + 1) for temperature in decoded),
         fmean(budget_s(setting, concurrency, temperature, plain) for temperature, plain in decoded.items())))
-        for concurrency in concurrencies for depth, setting in shapes if decoded)
+        for concurrency in concurrencies for depth, setting in sorted(shapes.items()) if decoded)

@@ -276,6 +276,11 @@ class TuningProfile(Frozen):
 
     seconds: float
 
+    def with_step_rates(self) -> "TuningProfile":
+        """The profile of the settings as they are served: with the measured rates of those that wait for them."""
+        return self.model_copy(update={"replays": tuple(replayed.model_copy(update={
+            "setting": self._costs.with_step_rates(replayed.setting)}) for replayed in self.replays)})
+
     def predictions(self, concurrency: int) -> dict[Setting, PredictedSpeed]:
         return predict(self._done(), concurrency, self._costs, OFF)
 

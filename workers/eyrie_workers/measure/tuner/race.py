@@ -106,7 +106,9 @@ class Race:
         for setting in candidates:
             tree = setting.tree
             if not any(setting.method == other.method and tree is not None and other.tree is not None
-                       and tree.top_k == other.tree.top_k and abs(tree.num_steps - other.tree.num_steps) <= 1
+                       and (tree.top_k, tree.verification, tree.draft) == (
+                           other.tree.top_k, other.tree.verification, other.tree.draft)
+                       and abs(tree.num_steps - other.tree.num_steps) <= 1
                        for other in [*taken, *first]):
                 first.append(setting)
         return first + [setting for setting in candidates if setting not in first]
