@@ -145,14 +145,18 @@ def test_an_attention_backend_that_cannot_serve_the_job_is_refused_at_submission
     assert "omit" in refused.value.hint
 
 
-@pytest.mark.parametrize(("device", "draft", "says"), [
-    ("cpu", {"kv_dtype": "fp8_e4m3"}, "for GPUs, and this is a CPU"),
-    ("gpu", {"attention_backend": "fa3"}, "does not draft EAGLE3 on B200"),
-    ("gpu", {"attention_backend": "fa4"}, None)])
+@pytest.mark.parametrize(("device", "gpu", "draft", "says"), [
+    ("gpu", "Something-Else", {"step_rates": []}, "of DSpark's confidences"),
+    ("gpu", "Something-Else", {"attention_backend": "fa3"}, None),
+    ("cpu", "", {"kv_dtype": "fp8_e4m3"}, "for GPUs, and this is a CPU"),
+    ("gpu", "NVIDIA-B200", {"attention_backend": "fa3"}, "does not draft EAGLE3 on B200"),
+    ("gpu", "NVIDIA-B200", {"attention_backend": "fa4"}, None)])
 def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_submission(
-        device: Device, draft: dict[str, str], says: str | None) -> None:
+        device: Device, gpu: str, draft: dict[str, str], says: str | None,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the GPUs of this machine are not the job's
     stages = {"image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}, "num_gpus": 1,
-              "gpu_type": "NVIDIA-B200"}
+              "gpu_type": gpu}
     cluster = profile(stages=stages) if device == "gpu" else None
     facts = Facts(cluster, device, config={"architectures": ["LlamaForCausalLM"]})
     spec = job_spec(engine="sglang", tune={"drafts": [{}, draft]})

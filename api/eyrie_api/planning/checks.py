@@ -208,15 +208,16 @@ def attention_backend_serves(submission: Submission) -> None:
     widths = {0, spec.benchmark.tree.top_k, *(spec.tune.top_k if "tune" in spec.stages else ())}
     windowed = any(candidate.drafter.sliding_window is not None for candidate in job.candidates)
     needs = replace(needs_of(facts.config), windowed_draft=max(widths) if windowed else 0)
-    for machine, family, draft in product(known, job.families, spec.draft_servings):
+    gpus = [machine for machine in PROFILES.values() if machine.platform != "cpu"]
+    for family, draft in product(job.families, spec.draft_servings):
         if (algorithm := FAMILIES[family].sglang_algorithm) is not None:
             tree = draft == spec.benchmark.tree.draft and spec.benchmark.tree.top_k > 1
-            if (problem := draft_problem(machine, needs, draft, algorithm, tree, given)) is not None:
-                raise InvalidInput(f"tune.drafts or benchmark.tree.draft: {problem[0]}", problem[1])
+            problems = [draft_problem(machine, needs, draft, algorithm, tree, given) for machine in known or gpus]
+            if wrong := [one for one in problems if one is not None and (known or None not in problems)]:
+                raise InvalidInput(f"tune.drafts or benchmark.tree.draft: {wrong[0][0]}", wrong[0][1])
     if given is None:
         return
     if not known:  # any that it serves this target on, or none that it does
-        gpus = [machine for machine in PROFILES.values() if machine.platform != "cpu"]
         known = [next((machine for machine in gpus if given in preferred(machine, needs)), gpus[0])]
     for machine in known:
         choose_attention(machine, needs, widths, given)

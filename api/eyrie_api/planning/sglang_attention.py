@@ -200,7 +200,8 @@ def draft_problem(machine: SglangHardware, needs: AttentionNeeds, draft: DraftSe
     if draft != DraftServing() and machine.platform == "cpu":
         return f"draft {draft.label()[1:]!r} is for GPUs, and this is a CPU", "omit draft"
     ragged = () if needs.linear else ("fa3", "trtllm_mha", *(("flashinfer",) if needs.mla else ()))
-    if draft.step_rates is not None and (target := target_backend or preferred(machine, needs)[0]) not in ragged:
+    target = target_backend or preferred(machine, needs)[0]
+    if draft.step_rates is not None and target not in ragged:
         others = " or ".join(name for name in preferred(machine, needs) if name in ragged)
         return (f"draft.step_rates verifies parts of blocks, and attention backend {target!r} of the target does not",
                 f"omit it, or use {others or 'a GPU with another: fa3 on Hopper, trtllm_mha on B200'}")
@@ -209,8 +210,10 @@ def draft_problem(machine: SglangHardware, needs: AttentionNeeds, draft: DraftSe
                 f"use {fits}, or omit it")
     if backend in CHAIN_BACKENDS and tree:
         return f"draft.attention_backend {backend!r} drafts chains only", "set top_k to 1, or use another"
-    if backend == "fa4" and draft.kv_dtype == "fp8_e4m3":
-        return "draft.kv_dtype is 'fp8_e4m3', and attention backend 'fa4' reads no FP8 cache", "omit one of them"
+    chosen = "fa4" if algorithm == "DFLASH" and target == "trtllm_mha" else None  # by SGLang
+    if (backend or chosen) == "fa4" and draft.kv_dtype == "fp8_e4m3":
+        return ("draft.kv_dtype is 'fp8_e4m3', and the drafter's attention backend 'fa4' reads no FP8 cache",
+                "omit it, or set draft.attention_backend to 'flashinfer' or 'triton'")
     if gpu and machine.compute < 89 and "fp8" in draft.label():
         return f"{machine.name} has no FP8, and draft is {draft.label()[1:]!r}", "omit kv_dtype and quantization"
     return None

@@ -288,7 +288,9 @@ def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
     if draft.kv_dtype is not None:
         line += ["--speculative-draft-kv-cache-dtype", draft.kv_dtype]
     if draft.step_rates:
-        line += ["--speculative-dspark-sps-table-path", str(plan.adaptive_path)]
+        # A graph computes a round number of tokens: those above the chosen ones are verified too, not padded.
+        line += ["--speculative-dspark-sps-table-path", str(plan.adaptive_path),
+                 "--speculative-dspark-align-verify-tokens-to-graph-tier"]
         if _temperatures(plan):
             line += ["--speculative-dspark-confidence-sts-path", str(plan.adaptive_path)]
     if draft.quantization is not None or (plan.target.quantised and drafter.quantised is None):

@@ -431,6 +431,7 @@ def test_a_drafter_is_computed_as_asked(algorithm: SGLangAlgorithm, draft: dict[
     ("b200", "DFLASH", {"attention_backend": "trtllm_mha"}, CHAIN.tree, "does not draft DFLASH on b200"),
     ("b200", "EAGLE3", {"attention_backend": "fa4"}, TREE.tree, "chains only"),
     ("b200", "DFLASH", {"attention_backend": "fa4", "kv_dtype": "fp8_e4m3"}, CHAIN.tree, "no FP8 cache"),
+    ("b200", "DFLASH", {"kv_dtype": "fp8_e4m3"}, CHAIN.tree, "no FP8 cache"),
     ("a100-80gb", "EAGLE3", {"quantization": "fp8"}, CHAIN.tree, "has no FP8"),
     ("mi300x", "EAGLE3", {"attention_backend": "flashinfer"}, CHAIN.tree, "does not draft EAGLE3 on mi300x")])
 def test_what_sglang_does_not_compute_of_a_drafter_is_refused(
@@ -443,7 +444,8 @@ def test_what_sglang_does_not_compute_of_a_drafter_is_refused(
 def test_a_dspark_drafter_is_verified_by_its_confidences_at_the_rates_given() -> None:
     rates = (StepRate(batch_tokens=1, steps_per_s=40.0), StepRate(batch_tokens=6, steps_per_s=20.0))
     usual = launch_arguments(drafted("DSPARK"))
-    for known, more in ((rates, ("--speculative-dspark-sps-table-path", "/a.json")), ((), ())):
+    for known, more in ((rates, ("--speculative-dspark-sps-table-path", "/a.json",
+                                "--speculative-dspark-align-verify-tokens-to-graph-tier")), ((), ())):
         asked = drafted("DSPARK", Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, draft=DraftServing(
             step_rates=known))), adaptive_path="/a.json")
         assert launch_arguments(asked) == (*usual, *more)
