@@ -219,12 +219,6 @@ class Jobs:
         with self.database.reading() as session:
             return self._find(session, job_id).project
 
-    def demand(self, job_id: str) -> Demand:
-        """What the job was accepted with. Raises NotFound."""
-        with self.database.reading() as session:
-            row = self._find(session, job_id)
-            return Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
-
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
         if not 1 <= limit <= MAX_PAGE:
