@@ -356,9 +356,3 @@ def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs
 def test_an_unknown_job_is_not_found_by_any_verb(jobs: Jobs, verb: str) -> None:
     with pytest.raises(NotFound, match="no job 'nope'"):
         getattr(jobs, verb)("nope")
-
-
-@pytest.mark.parametrize("limit", [0, -1, 201])
-def test_a_page_size_out_of_range_is_refused(jobs: Jobs, limit: int) -> None:
-    with pytest.raises(InvalidInput, match=f"limit {limit} is out of range"):
-        jobs.list(limit=limit)

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from eyrie_api.clock import utc_now
 from eyrie_api.contract import access as contract
 from eyrie_api.contract.model import Name
-from eyrie_api.database.audit import MAX_PAGE
 from eyrie_api.database.projects import KeyRequest
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import RequestControl
@@ -120,7 +119,7 @@ def read_audit(
     verb: Annotated[str | None, Query(max_length=63, description="e.g. job.create")] = None,
     thing: Annotated[str | None, Query(alias="object", max_length=512, description="e.g. job/<id>")] = None,
     before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> contract.AuditPage:
     """Entries of the projects whose audit one may read, newest first."""
     return control.audit.read(actor=actor, verb=verb, thing=thing, before=before, limit=limit)
