@@ -233,10 +233,10 @@ class Client:
             yield from response.iter_lines()
 
     def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
-                name: str | None = None, max_points: int | None = None) -> tuple[status.MetricSeries, ...]:
-        """Logged metric series; with `max_points` at most so many points of each, peaks among them."""
+                name: str | None = None) -> tuple[status.MetricSeries, ...]:
+        """Logged metric series."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
-        return self._get(path, Items[status.MetricSeries], stage=stage, key=key, name=name, max_points=max_points).items
+        return self._get(path, Items[status.MetricSeries], stage=stage, key=key, name=name).items
 
     def curves(self, job_id: str) -> TrainingCurves:
         """The curves of a job's training, with at most 1000 points of each series."""

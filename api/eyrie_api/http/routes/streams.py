@@ -101,20 +101,16 @@ def metrics(
     stage: StageName | None = None,
     key: Annotated[str | None, Query(max_length=63)] = None,
     name: Annotated[str | None, Query(max_length=127)] = None,
-    max_points: Annotated[int | None, Query(ge=4, le=100_000)] = None,
 ) -> Items[MetricSeries]:
-    """Logged metric series: loss, acceptance per position, theoretical speed-up, ... With `max_points` a longer series
-    is reduced to its first and last point and the least and greatest of equal parts between them."""
-    series = control.jobs.metrics(job_id, stage=stage, key=key, name=name, max_points=max_points)
-    return Items[MetricSeries](items=series)
+    """Logged metric series: loss, acceptance per position, theoretical speed-up, ..."""
+    return Items[MetricSeries](items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
 
 
 @router.get(JOBS + "/{job_id}/curves")
-def curves(job_id: str, control: RequestControl,
-           max_points: Annotated[int, Query(ge=4, le=100_000)] = 1000) -> TrainingCurves:
+def curves(job_id: str, control: RequestControl) -> TrainingCurves:
     """The curves of its training: every chart with titles, labels and values, as the console draws them and
-    `eyrie plots` writes them. Longer series are reduced as those of metrics are."""
-    return curves_of(control.jobs.metrics(job_id, stage="train", max_points=max_points))
+    `eyrie plots` writes them."""
+    return curves_of(control.jobs.metrics(job_id, stage="train"))
 
 
 @router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)
