@@ -7,8 +7,8 @@ An endpoint has as many windows as are kept; every fifth serves without a drafte
 
     pages     one request at a time of home and of a job's page
     paint     first contentful paint of both in headless Chromium, where `make test-browser` has brought one
-    curves    100 runs of 10,000 points of one series in one job: the server's answer, reduced to at most 1000 points of
-              each, and in Chromium redrawing them all with another smoothing: until the canvas's lines are given out
+    curves    100 runs of 400 points of one series in one job, as many as training records: the server's answer, and in
+              Chromium redrawing them all with another smoothing: until the canvas's lines are given out
               (`draw`), and until the frame after it
     streams   one request of the REST API every 20 ms, at its scheduled time, in rounds without and with so many open
               pages, in turn: half of them home, half the page of a job that gets five events a second. The pages are
@@ -63,7 +63,7 @@ _RESAMPLED = 2000
 
 FloatArray = npt.NDArray[np.float64]
 
-_CURVES, _CURVE_POINTS = 100, 10_000
+_CURVES, _CURVE_POINTS = 100, 400
 _REDRAWS = {"redraw": "0", "redraw_smoothed": "0.9"}
 _REDRAW = """
 async (weight) => {

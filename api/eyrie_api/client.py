@@ -28,11 +28,12 @@ from pydantic import BaseModel, ValidationError
 from eyrie_api import errors
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.contract import access, status
-from eyrie_api.contract.alerts import AlertList
-from eyrie_api.contract.endpoints import History, HistoryKind, TrafficList
+from eyrie_api.contract.alerts import AlertItem
+from eyrie_api.contract.endpoints import EndpointTraffic, History, HistoryKind
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import Figure, FigureList, TrainingCurves
 from eyrie_api.contract.job import JobSpec
+from eyrie_api.contract.model import Items
 from eyrie_api.contract.plan import Plan, PlannedAndActual, PlannedStages
 from eyrie_api.contract.reports import LeaderboardEntry
 from eyrie_api.contract.resources import WaitingList
@@ -232,10 +233,10 @@ class Client:
             yield from response.iter_lines()
 
     def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
-                name: str | None = None, max_points: int | None = None) -> tuple[status.MetricSeries, ...]:
-        """Logged metric series; with `max_points` at most so many points of each, peaks among them."""
+                name: str | None = None) -> tuple[status.MetricSeries, ...]:
+        """Logged metric series."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
-        return self._get(path, status.MetricList, stage=stage, key=key, name=name, max_points=max_points).items
+        return self._get(path, Items[status.MetricSeries], stage=stage, key=key, name=name).items
 
     def curves(self, job_id: str) -> TrainingCurves:
         """The curves of a job's training, with at most 1000 points of each series."""
@@ -243,7 +244,7 @@ class Client:
 
     def artifacts(self, job_id: str, stage: str | None = None) -> tuple[status.StageFile, ...]:
         """Files of the finished stages."""
-        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", status.StageFileList, stage=stage).items
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", Items[status.StageFile], stage=stage).items
 
     def download(self, file: status.StageFile, to: Path) -> Path:
         """Download one file into directory `to` and compare its digest. Raises ArtifactCorrupt."""
@@ -278,19 +279,19 @@ class Client:
                          suite=suite, temperature=temperature, engine=engine, tuned=tuned, lossless=lossless,
                          limit=limit).items
 
-    def alerts(self) -> AlertList:
-        return self._get(f"{_API}/alerts", AlertList)
+    def alerts(self) -> Items[AlertItem]:
+        return self._get(f"{_API}/alerts", Items[AlertItem])
 
     def waiting(self, *, limit: int = 100) -> WaitingList:
         """DrafterJobs that wait for a quota of their project, those that have waited longest first."""
         return self._get(f"{_API}/waiting", WaitingList, limit=limit)
 
-    def endpoints(self) -> status.EndpointList:
-        return self._get(f"{_API}/endpoints", status.EndpointList)
+    def endpoints(self) -> Items[status.Endpoint]:
+        return self._get(f"{_API}/endpoints", Items[status.Endpoint])
 
-    def traffic(self) -> TrafficList:
+    def traffic(self) -> Items[EndpointTraffic]:
         """What the traffic of every endpoint shows now."""
-        return self._get(f"{_API}/traffic", TrafficList)
+        return self._get(f"{_API}/traffic", Items[EndpointTraffic])
 
     def endpoint(self, name: str) -> status.Endpoint:
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}", status.Endpoint)
@@ -330,9 +331,9 @@ class Client:
         """Create an API key. Its secret is returned only here."""
         return self._post(f"{_API}/keys", access.CreatedKey, wanted.model_dump(mode="json", exclude_unset=True))
 
-    def keys(self) -> access.ApiKeyList:
+    def keys(self) -> Items[access.ApiKey]:
         """API keys, newest first."""
-        return self._get(f"{_API}/keys", access.ApiKeyList)
+        return self._get(f"{_API}/keys", Items[access.ApiKey])
 
     def revoke_key(self, key_id: str) -> access.ApiKey:
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", access.ApiKey)
@@ -344,9 +345,9 @@ class Client:
     def create_project(self, wanted: access.CreateProject) -> access.Project:
         return self._post(f"{_API}/projects", access.Project, wanted.model_dump(mode="json"))
 
-    def projects(self) -> access.ProjectList:
+    def projects(self) -> Items[access.Project]:
         """Projects in which the caller has a role."""
-        return self._get(f"{_API}/projects", access.ProjectList)
+        return self._get(f"{_API}/projects", Items[access.Project])
 
     def project(self, name: str) -> access.Project:
         return self._get(f"{_API}/projects/{quote(name, safe='')}", access.Project)
@@ -355,8 +356,8 @@ class Client:
         path = f"{_API}/projects/{quote(name, safe='')}/quotas"
         return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), access.Project)
 
-    def members(self, name: str) -> access.MemberList:
-        return self._get(f"{_API}/projects/{quote(name, safe='')}/members", access.MemberList)
+    def members(self, name: str) -> Items[access.Member]:
+        return self._get(f"{_API}/projects/{quote(name, safe='')}/members", Items[access.Member])
 
     def add_member(self, name: str, wanted: access.CreateMember) -> access.Member:
         path = f"{_API}/projects/{quote(name, safe='')}/members"
@@ -381,15 +382,15 @@ class Client:
         """Replace a webhook's secret. The new one is returned only here."""
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/rotate", access.CreatedWebhook)
 
-    def webhooks(self) -> access.WebhookList:
-        return self._get(f"{_API}/webhooks", access.WebhookList)
+    def webhooks(self) -> Items[access.Webhook]:
+        return self._get(f"{_API}/webhooks", Items[access.Webhook])
 
     def delete_webhook(self, webhook_id: str) -> None:
         self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
 
-    def deliveries(self, webhook_id: str) -> access.DeliveryList:
+    def deliveries(self, webhook_id: str) -> Items[access.Delivery]:
         """The latest deliveries of a webhook, newest first."""
-        return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", access.DeliveryList)
+        return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", Items[access.Delivery])
 
     def ping_webhook(self, webhook_id: str) -> access.Delivery:
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", access.Delivery)

@@ -12,6 +12,7 @@ integers of a collected list into floats and rewrites text that looks like an in
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eyrie_api.artifacts import read_report
 from eyrie_api.contract.load import LoadSpec
@@ -148,12 +149,11 @@ def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str)
 def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, first: bool) -> BenchmarkStage:
     """The measurement of one checkpoint. Only the first of a job also times `transformers` as a reference."""
     return BenchmarkStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        reads=job.resolved.reads, benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
+        **_measuring(job, job_dir, checkpoint),
         rival=next((rival for rival in job.resolved.rivals if rival.checkpoint == checkpoint.name), None),
         brought=next((drafter for drafter in job.spec.drafters if drafter.checkpoint == checkpoint.name), None),
-        held_out_file=_held_out_file(job, job_dir), min_speedup=job.spec.promotion.min_speedup,
-        measure_transformers=first, engine=job.spec.engine, max_concurrency=job.resolved.measured_at_once)
+        min_speedup=job.spec.promotion.min_speedup, measure_transformers=first,
+        max_concurrency=job.resolved.measured_at_once)
 
 
 def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
@@ -170,12 +170,8 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,
               rival: CheckpointRef | None = None) -> TuneStage:
     """The grid of draft-tree shapes for the selected checkpoint, and for the rival it has to beat, if any."""
     return TuneStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        reads=job.resolved.reads, benchmark=job.spec.benchmark, tune=job.spec.tune,
-        min_speedup=job.spec.promotion.min_speedup, drafter_dir=str(job_dir / checkpoint.path),
-        rival=None if rival is None else RivalDrafter(
-            checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
-        held_out_file=_held_out_file(job, job_dir), engine=job.spec.engine,
+        **_measuring(job, job_dir, checkpoint), tune=job.spec.tune, min_speedup=job.spec.promotion.min_speedup,
+        rival=None if rival is None else RivalDrafter(checkpoint=rival.name, drafter_dir=str(job_dir / rival.path)),
         max_concurrency=job.resolved.measured_at_once)
 
 
@@ -183,13 +179,9 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
                rival: CheckpointRef | None = None) -> ProveStage:
     """The tuned checkpoint in the serving engine, compared with the incumbent and the tuned rival."""
     return ProveStage(
-        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.resolved.target,
-        reads=job.resolved.reads, benchmark=job.spec.benchmark,
-        prove=job.spec.prove.model_copy(update={"hardware": None}), promotion=job.spec.promotion,
-        drafter_dir=str(job_dir / checkpoint.path), tune_dir=str(job_dir / tuned), engine=job.spec.engine,
-        max_concurrency=job.spec.serve.max_concurrency,
-        rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent,
-        held_out_file=_held_out_file(job, job_dir))
+        **_measuring(job, job_dir, checkpoint), prove=job.spec.prove.model_copy(update={"hardware": None}),
+        promotion=job.spec.promotion, tune_dir=str(job_dir / tuned), max_concurrency=job.spec.serve.max_concurrency,
+        rival_dir=None if rival is None else str(job_dir / rival.path), incumbent=job.incumbent)
 
 
 def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profile: str) -> HardwareStage:
@@ -211,6 +203,10 @@ def hardware_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, profil
                       repeats=2, max_new_tokens=prove.max_new_tokens, seed=job.spec.benchmark.seed))
 
 
-def _held_out_file(job: JobFile, job_dir: Path) -> str | None:
-    used = any(suite.path == HELD_OUT for suite in job.spec.benchmark.suites)
-    return str(stage_dir(job_dir, "regenerate") / "held_out.jsonl") if used else None
+def _measuring(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> dict[str, Any]:
+    """The fields of `MeasuringStage`."""
+    held_out = any(suite.path == HELD_OUT for suite in job.spec.benchmark.suites)
+    return {"job_id": job.id, "checkpoint": checkpoint.name, "candidate": checkpoint.candidate,
+            "target": job.resolved.target, "reads": job.resolved.reads, "benchmark": job.spec.benchmark,
+            "drafter_dir": str(job_dir / checkpoint.path), "engine": job.spec.engine,
+            "held_out_file": str(stage_dir(job_dir, "regenerate") / "held_out.jsonl") if held_out else None}

@@ -324,23 +324,6 @@ def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
     assert shown == [("regenerate", ""), ("train", "c1"), ("train", "c2"), ("tune", "")]
 
 
-def test_long_series_are_reduced_to_ends_and_extremes_and_short_ones_stay_whole(jobs: Jobs) -> None:
-    job_id = jobs.submit(derive(job_spec())).id
-    values = {step: float(step % 7) for step in range(1, 1001)} | {437: 90.0, 438: -80.0}
-    record_metrics(jobs, job_id, "train", "a", [Metric("loss", step, value, NOW) for step, value in values.items()])
-    record_metrics(jobs, job_id, "train", "b", [Metric("loss", step, 1.0, NOW) for step in range(50)])
-    reduced, short = jobs.metrics(job_id, max_points=50)
-    assert (reduced.key, short.key) == ("a", "b")
-    steps = [point.step for point in reduced.points]
-    assert steps == sorted(set(steps))
-    assert 40 <= len(steps) <= 50
-    assert {1, 437, 438, 1000} <= set(steps)
-    assert all(values[point.step] == point.value for point in reduced.points)
-    assert [point.step for point in short.points] == list(range(50))
-    assert len(jobs.metrics(job_id, key="a", name="loss", max_points=4)[0].points) <= 4
-    assert len(jobs.metrics(job_id)[0].points) == 1000
-
-
 def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
     record_metrics(jobs, job_id, "train", "base", [Metric("loss", 20, 1.0, NOW), Metric("loss", 10, 2.0, NOW)])
@@ -356,9 +339,3 @@ def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs
 def test_an_unknown_job_is_not_found_by_any_verb(jobs: Jobs, verb: str) -> None:
     with pytest.raises(NotFound, match="no job 'nope'"):
         getattr(jobs, verb)("nope")
-
-
-@pytest.mark.parametrize("limit", [0, -1, 201])
-def test_a_page_size_out_of_range_is_refused(jobs: Jobs, limit: int) -> None:
-    with pytest.raises(InvalidInput, match=f"limit {limit} is out of range"):
-        jobs.list(limit=limit)

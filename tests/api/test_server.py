@@ -141,6 +141,14 @@ def test_query_errors_name_the_parameter(server: Running) -> None:
     assert (document.errors[0]["parameter"], document.errors[0]["value"]) == ("limit", "many")
 
 
+@pytest.mark.parametrize(("path", "most"), [(JOBS, 200), ("/v1alpha1/waiting", 1000), ("/v1alpha1/audit", 500),
+                                            ("/v1alpha1/endpoints/default/history", 500)])
+def test_a_page_size_out_of_range_is_refused(server: Running, path: str, most: int) -> None:
+    for limit in (0, -1, most + 1):
+        document = problem(httpx.get(server.url + path, params={"limit": limit}), 422, "InvalidInput")
+        assert document.errors[0]["parameter"] == "limit"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"NaN",
                                      b'{"target": {"model": "\\ud800"}, "data": {"sources": []}}', b"1" * 5000,
                                      b"9" * 400])

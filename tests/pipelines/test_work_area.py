@@ -164,7 +164,7 @@ def test_a_hardware_profile_gets_the_drafter_the_proof_and_the_requests_of_the_f
     for profile in ("one", "two"):
         pods.run(tasks.hardware, best, profile)
     assert rehearsal.starts()[-2:] == ["hardware/one", "hardware/two"]
-    assert {"stages/hardware/one/results.jsonl", "stages/prove/manifest.json", "stages/train/base/manifest.json",
+    assert {"stages/hardware/one/results.json", "stages/prove/manifest.json", "stages/train/base/manifest.json",
             f"stages/train/base/checkpoints/{best}/config.json"} <= pods.here()
     assert "stages/hardware/one/manifest.json" in pods.stored()
     with pytest.raises(StageFailed, match=r"profile 'three' is not in this job's prove\.hardware"):

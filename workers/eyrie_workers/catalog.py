@@ -36,7 +36,7 @@ SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Environment variable of the pods of a job whose work area is an artifact store: how often unfinished work is
 uploaded, in seconds."""
 
-LOAD_RESULTS_FILE = "results.jsonl"
+LOAD_RESULTS_FILE = "results.json"
 """The requests without a drafter that the first profile's measurement leaves for those of the other profiles."""
 
 SHARD_PATTERN = "shard-*.states"

@@ -53,12 +53,6 @@ class ApiKey(Frozen):
     """To the minute."""
 
 
-class ApiKeyList(Frozen):
-    """Keys, newest first."""
-
-    items: tuple[ApiKey, ...]
-
-
 class CreateKey(Frozen):
     """A key to create, in the project that the request names."""
 
@@ -129,12 +123,6 @@ class Project(Frozen):
     created_at: datetime
 
 
-class ProjectList(Frozen):
-    """Projects by name."""
-
-    items: tuple[Project, ...]
-
-
 class CreateProject(Frozen):
     """A project to create. Its name cannot be changed, and it is never deleted, since the audit log names it."""
 
@@ -165,12 +153,6 @@ class Member(Frozen):
     value: str
     role: Role
     created_at: datetime
-
-
-class MemberList(Frozen):
-    """Members of a project."""
-
-    items: tuple[Member, ...]
 
 
 class AuditEntry(Frozen):
@@ -224,12 +206,6 @@ class Webhook(Frozen):
     created_at: datetime
 
 
-class WebhookList(Frozen):
-    """Webhooks of the projects that may be seen."""
-
-    items: tuple[Webhook, ...]
-
-
 class CreatedWebhook(Frozen):
     """A webhook with the secret its deliveries are signed with, shown this once."""
 
@@ -251,9 +227,3 @@ class Delivery(Frozen):
     error: str | None = None
     created_at: datetime
     ended_at: datetime | None = None
-
-
-class DeliveryList(Frozen):
-    """The latest deliveries, newest first."""
-
-    items: tuple[Delivery, ...]

@@ -35,10 +35,3 @@ class AlertItem(Frozen):
 
     link: str
     """Path at this server of the page that shows it, or of the route where there is no page."""
-
-
-class AlertList(Frozen):
-    """What needs a person now, in the order of the console's home. Covers the newest 50 jobs; of the DrafterJobs that
-    wait, the 20 that have waited longest are items of their own."""
-
-    items: tuple[AlertItem, ...]

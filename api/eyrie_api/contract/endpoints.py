@@ -121,9 +121,3 @@ class EndpointTraffic(Frozen):
 
     canary: LiveCanary | None = None
     drift: LiveDrift | None = None
-
-
-class TrafficList(Frozen):
-    """The traffic of all endpoints, by name."""
-
-    items: tuple[EndpointTraffic, ...]

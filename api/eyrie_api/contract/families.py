@@ -28,8 +28,6 @@ TargetStates = Literal["fused", "final", "none"]
 SGLangAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK"]
 """`--speculative-algorithm` of drafters with weights."""
 
-TreeKind = Literal["chain", "static tree", "tree"]
-
 PUBLISHED_STEPS = 4
 """Depth of the chains with which families were compared on the published model."""
 

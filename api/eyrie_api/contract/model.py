@@ -1,7 +1,7 @@
 """The one base of every contract model: frozen, closed, documented field by field."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
@@ -51,6 +51,20 @@ class Frozen(BaseModel):
         # A model that another one holds brings its own schema, which was changed when it was made.
         exact: CoreSchema = schema if cls.__pydantic_complete__ else _exact(schema, cls)
         return exact
+
+
+ItemT = TypeVar("ItemT")
+
+
+class Items(Frozen, Generic[ItemT]):
+    """All of one kind: an object, to which fields may be added, in place of a bare array."""
+
+    items: tuple[ItemT, ...]
+
+    @classmethod
+    def model_parametrized_name(cls, params: tuple[Any, ...]) -> str:
+        """In the OpenAPI document."""
+        return f"{params[0].__name__}List"
 
 
 class FromVariables(Frozen):

@@ -136,7 +136,40 @@ class S3Work(Frozen):
 WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]
 
 
-class Placement(Frozen):
+class PlacementRequest(Frozen):
+    """Merged into the administrator's placement: None and empty fields keep its values; dicts are merged by key,
+    tolerations are added."""
+
+    num_gpus: int | None = Field(None, ge=0, le=64)
+    """GPUs of one pod. Training starts one process for each by torchrun; on one machine as well."""
+
+    gpu_type: LabelValue | None = None
+    """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
+
+    requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """Kubernetes resource requests of the container, such as `{cpu: 8, memory: 64Gi}`. GPUs come from `num_gpus`."""
+
+    limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """Kubernetes resource limits of the container, without GPUs."""
+
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
+    """Node labels that a pod's node must have."""
+
+    tolerations: tuple[Toleration, ...] = Field((), max_length=32)
+    """Taints of nodes that a pod accepts."""
+
+    shared_memory: Quantity | None = None
+    """Size of a memory-backed /dev/shm, through which the processes of one pod exchange data. NCCL between several GPUs
+    needs gigabytes; the default of a container is 64 MiB. Counts against the memory limit."""
+
+    queue: Name | None = None
+    """Kueue LocalQueue, as the label `kueue.x-k8s.io/queue-name`."""
+
+    priority_class: ObjectName | None = None
+    """Name of a PriorityClass of the cluster."""
+
+
+class Placement(PlacementRequest):
     """One kind of pod: its image, its resources and its nodes."""
 
     image: Image
@@ -157,34 +190,11 @@ class Placement(Frozen):
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name of a GPU; `amd.com/gpu` or a MIG profile elsewhere."""
 
-    gpu_type: LabelValue | None = None
-    """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
-
     gpu_type_label: LabelKey = "nvidia.com/gpu.product"
     """Node label that `gpu_type` is compared with."""
 
-    requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
-    """cpu, memory, ephemeral-storage and extended resources. GPUs come from `num_gpus`."""
-
-    limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
-    """Kubernetes resource limits of the container, without GPUs."""
-
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
-    """Node labels that a pod's node must have."""
-
-    tolerations: tuple[Toleration, ...] = Field((), max_length=32)
-    priority_class: ObjectName | None = None
-    """Name of a PriorityClass of the cluster."""
-
-    queue: Name | None = None
-    """Kueue LocalQueue, as the label `kueue.x-k8s.io/queue-name`."""
-
     work: WorkArea | None = None
     """None: everything the pod needs is in its image or on `host_paths`."""
-
-    shared_memory: Quantity | None = None
-    """Size of a memory-backed /dev/shm. NCCL between several GPUs needs gigabytes; the default of a container is 64
-    MiB. Counts against the memory limit."""
 
     secret_variables: tuple[SecretVariable, ...] = Field((), max_length=32)
     """For example HF_TOKEN."""
@@ -201,43 +211,9 @@ class Placement(Frozen):
         return self
 
 
-# What users request.
-
 StageKey = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
 """Names of stages. `contract.stages` has the same list, and a test compares them: stages are made of jobs and jobs of
 this, so it cannot be imported here."""
-
-
-class PlacementRequest(Frozen):
-    """Merged into the administrator's placement: None and empty fields keep its values; dicts are merged by key,
-    tolerations are added."""
-
-    num_gpus: int | None = Field(None, ge=0, le=64)
-    """GPUs of one pod. Training starts one process for each by torchrun; on one machine as well."""
-
-    gpu_type: LabelValue | None = None
-    """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
-
-    requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
-    """Kubernetes resource requests of the container, such as `{cpu: 8, memory: 64Gi}`."""
-
-    limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
-    """Kubernetes resource limits of the container."""
-
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
-    """Node labels that a pod's node must have."""
-
-    tolerations: tuple[Toleration, ...] = Field((), max_length=32)
-    """Taints of nodes that a pod accepts."""
-
-    shared_memory: Quantity | None = None
-    """Size of /dev/shm; the processes of one pod exchange data through it."""
-
-    queue: Name | None = None
-    """Kueue LocalQueue."""
-
-    priority_class: ObjectName | None = None
-    """Name of a PriorityClass of the cluster."""
 
 
 class JobPlacement(Frozen):

@@ -11,21 +11,15 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import Progress
 
 
-class ProgressRecord(Frozen):
+class ProgressRecord(Progress):
     """How far the stage is."""
 
     kind: Literal["progress"] = "progress"
     time: datetime
     done: float
-    total: float | None = None
-    unit: str = ""
-    rate: float | None = None
-    """Units per second."""
-
-    eta_s: float | None = None
-    message: str = ""
 
 
 class MetricRecord(Frozen):

@@ -130,9 +130,6 @@ class RegenerateReport(Frozen):
 
     prompt_lengths: Lengths | None = None
     answer_lengths: Lengths | None = None
-    languages: dict[str, int] = {}
-    """Prompts by language, guessed from their letters and commonest words."""
-
     prompt_tokens: int
     answer_tokens: int
     finish_reasons: dict[str, int]

@@ -127,26 +127,34 @@ class TrainStage(Frozen):
     """Which rows of the store; None: all."""
 
 
-class BenchmarkStage(Frozen):
-    """One drafter in, one benchmark report out."""
+class MeasuringStage(Frozen):
+    """What the specs of the stages that measure one drafter have in common."""
 
-    stage: Literal["benchmark"] = "benchmark"
     job_id: str
     checkpoint: str
     candidate: str
     target: TargetSpec
     reads: ReadRules | None = reads_of_job()
     benchmark: BenchmarkSpec
+    """tune and prove take its suites' prompts."""
+
     drafter_dir: str
+    held_out_file: str | None = None
+    """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
+
+    engine: EngineSpec = EngineSpec()
+
+
+class BenchmarkStage(MeasuringStage):
+    """One drafter in, one benchmark report out."""
+
+    stage: Literal["benchmark"] = "benchmark"
     rival: RivalSpec | None = None
     """The source of a drafter that was not trained here: the stage copies it to `drafter_dir`, part of its output."""
 
     brought: BroughtDrafter | None = Field(None, exclude_if=lambda brought: brought is None)
     """The same of a candidate that was trained elsewhere. Left out where there is none: the digests of other specs are
     as before."""
-
-    held_out_file: str | None = None
-    """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
 
     min_speedup: float = Field(PromotionPolicy().min_speedup,
                                exclude_if=lambda bound: bound == PromotionPolicy().min_speedup)
@@ -156,7 +164,6 @@ class BenchmarkStage(Frozen):
     measure_transformers: bool = False
     """Also time `transformers` generate, once per job. Only in the embedded engine."""
 
-    engine: EngineSpec = EngineSpec()
     max_concurrency: int | None = Field(None, ge=1, exclude_if=lambda limit: limit is None)
     """Requests that a server of the serving engine decodes at once: the same in all stages of a job that measure, so
     that they can use one server. Left out in the embedded engine: the digests of such specs are as before."""
@@ -179,51 +186,32 @@ class RivalDrafter(Frozen):
     drafter_dir: str
 
 
-class TuneStage(Frozen):
+class TuneStage(MeasuringStage):
     """The chosen drafter in, the measured grid of draft-tree shapes out."""
 
     stage: Literal["tune"] = "tune"
-    job_id: str
-    checkpoint: str
-    candidate: str
-    target: TargetSpec
-    reads: ReadRules | None = reads_of_job()
-    benchmark: BenchmarkSpec
     tune: TuneSpec
-    drafter_dir: str
     rival: RivalDrafter | None = None
     """Tuned after the chosen drafter, in the same way, where the winner has to beat it (`promotion.must_beat`)."""
 
     min_speedup: float = PromotionPolicy().min_speedup
     """Of `promotion`: what suites have to reach, and what the tau that chains need is for (`TuneReport.needed_tau`)."""
 
-    held_out_file: str | None = None
-    engine: EngineSpec = EngineSpec()
     max_concurrency: int | None = Field(None, ge=1, exclude_if=lambda limit: limit is None)
     """As in `BenchmarkStage`."""
 
 
-class ProveStage(Frozen):
+class ProveStage(MeasuringStage):
     """The tuned drafter in the serving engine: parity, load, a changed system prompt."""
 
     stage: Literal["prove"] = "prove"
-    job_id: str
-    checkpoint: str
-    candidate: str
-    target: TargetSpec
-    reads: ReadRules | None = reads_of_job()
-    benchmark: BenchmarkSpec
-    """Its suites are where the prompts come from."""
-
     prove: ProveSpec
     promotion: PromotionPolicy = PromotionPolicy()
     """What the load test measures until: its bounds."""
 
-    drafter_dir: str
     tune_dir: str
     """Output directory of tune: its report says which setting to prove."""
 
-    engine: EngineSpec
     max_concurrency: int | None = Field(None, ge=1)
     """Of the endpoint: requests decoded at once; None as in `ServeSpec`."""
 
@@ -232,8 +220,6 @@ class ProveStage(Frozen):
 
     incumbent: DrafterUse | None = None
     """What serves at the job's endpoint now, when that is a drafter; decided when the attempt began."""
-
-    held_out_file: str | None = None
 
 
 class HardwareStage(Frozen):

@@ -213,12 +213,6 @@ class Endpoint(Frozen):
     updated_at: datetime
 
 
-class EndpointList(Frozen):
-    """All endpoints."""
-
-    items: tuple[Endpoint, ...]
-
-
 class Problem(Frozen):
     """RFC 9457 problem details, with a hint."""
 
@@ -247,24 +241,6 @@ class Leaderboard(Frozen):
     items: tuple[LeaderboardEntry, ...]
     choices: LeaderboardChoices = LeaderboardChoices()
     """Of the results before family, suite, temperature and engine are selected."""
-
-
-class EventList(Frozen):
-    """Events of a job, in order."""
-
-    items: tuple[Event, ...]
-
-
-class MetricList(Frozen):
-    """Series of a job."""
-
-    items: tuple[MetricSeries, ...]
-
-
-class StageFileList(Frozen):
-    """Downloadable files of a job's finished stages."""
-
-    items: tuple[StageFile, ...]
 
 
 class JobReport(Frozen):

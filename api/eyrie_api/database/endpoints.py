@@ -23,9 +23,10 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import Action
 from eyrie_api.contract.endpoints import Actor
 from eyrie_api.contract.engine import DraftTreeShape
+from eyrie_api.contract.model import Items
 from eyrie_api.contract.read_rules import EndpointRules, ReadRules
 from eyrie_api.contract.serving import EndpointServeSpec
-from eyrie_api.contract.status import Condition, Endpoint, EndpointList, Revision
+from eyrie_api.contract.status import Condition, Endpoint, Revision
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import OFF, DrafterUse, Setting
 from eyrie_api.database import endpoint_names
@@ -118,7 +119,7 @@ class Endpoints:
         with self._database.reading() as session:
             return self._render(session, self._find(session, name))
 
-    def list(self) -> EndpointList:
+    def list(self) -> Items[Endpoint]:
         """All endpoints, by name."""
         seen = endpoint_names.visible_to(EndpointRow.name, self._scope, "endpoints:read")
         with self._database.reading() as session:
@@ -127,7 +128,7 @@ class Endpoints:
             for revision in session.scalars(select(RevisionRow).where(
                     endpoint_names.visible_to(RevisionRow.endpoint, self._scope, "endpoints:read"))):
                 revisions.get(revision.endpoint, []).append(revision)
-            return EndpointList(items=tuple(render_endpoint(row, revisions[row.name]) for row in rows))
+            return Items[Endpoint](items=tuple(render_endpoint(row, revisions[row.name]) for row in rows))
 
     def serving(self, name: str, action: Action = "endpoints:read") -> Serving:
         """Target and serving section of the endpoint, for a caller who may do `action` on it. Raises NotFound, or

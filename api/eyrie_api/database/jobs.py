@@ -22,7 +22,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, undefer
 
@@ -70,7 +70,7 @@ from eyrie_api.database.tables import (
     StageRow,
 )
 from eyrie_api.database.webhooks import announce
-from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound
+from eyrie_api.errors import Conflict, EyrieError, NotFound
 
 MAX_PAGE = 200
 _END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
@@ -219,16 +219,8 @@ class Jobs:
         with self.database.reading() as session:
             return self._find(session, job_id).project
 
-    def demand(self, job_id: str) -> Demand:
-        """What the job was accepted with. Raises NotFound."""
-        with self.database.reading() as session:
-            row = self._find(session, job_id)
-            return Demand(num_gpus=row.num_gpus, num_replicas=row.num_replicas)
-
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
-        """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
-        if not 1 <= limit <= MAX_PAGE:
-            raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_PAGE} jobs per page")
+        """One page of jobs, newest first. Raises InvalidInput for an invalid cursor."""
         query, wanted = select(JobRow).where(self._scope.sees(JobRow.project, "jobs:read")), wanted or JobFilter()
         for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target),
                               (JobRow.project, wanted.project)):
@@ -460,16 +452,14 @@ class Jobs:
             return session.execute(select(func.max(EventRow.id))).scalar() or 0
 
     def metrics(self, job_id: str, *, stage: StageName | None = None, key: str | None = None,
-                name: str | None = None, max_points: int | None = None) -> tuple[MetricSeries, ...]:
-        """Series of a job, each ordered by step, and of at most `max_points` (at least 4) points. Raises NotFound."""
+                name: str | None = None) -> tuple[MetricSeries, ...]:
+        """Series of a job, each ordered by step. Raises NotFound."""
         columns: tuple[Any, ...] = (MetricRow.stage, MetricRow.key, MetricRow.name, MetricRow.step, MetricRow.time,
                                     MetricRow.value)
         query = select(*columns).where(MetricRow.job_id == job_id)
         for column, value in ((MetricRow.stage, stage), (MetricRow.key, key), (MetricRow.name, name)):
             query = query if value is None else query.where(column == value)
-        if max_points is not None:
-            query = _downsampled(query, max_points)
-        query = query.order_by(*query.selected_columns[:4])
+        query = query.order_by(*columns[:4])
         series: dict[tuple[str, str, str], list[MetricPoint]] = {}
         with self.database.reading() as session:
             self._find(session, job_id)
@@ -520,26 +510,6 @@ def _free(now: datetime, ttl_s: float) -> ColumnElement[bool]:
     driver, if it lives, finds it taken at the next renewal."""
     return or_(JobRow.lease_until.is_(None), JobRow.lease_until < now,
                JobRow.lease_until > now + timedelta(seconds=_CLOCKS_DIFFER * ttl_s))
-
-
-def _downsampled(query: Select[Any], max_points: int) -> Select[Any]:
-    """A query of points, with those of series longer than `max_points` left out that are neither first, last, nor the
-    least or greatest of equal parts of their series, so that peaks stay. The database does it: of a sweep's million
-    points a tenth is read."""
-    points = query.subquery()
-    series = (points.c.stage, points.c.key, points.c.name)
-    number = func.row_number().over(partition_by=series, order_by=points.c.step).label("number")
-    placed = select(points, number, func.count().over(partition_by=series).label("count")).subquery()
-    part = ((placed.c.number - 1) * ((max_points - 2) // 2) // placed.c["count"]).label("part")
-    parted = select(placed, part).subquery()
-    # The greatest has none after it in the order by value: two orders would be two sorts.
-    rising: dict[str, Any] = {"partition_by": (parted.c.stage, parted.c.key, parted.c.name, parted.c.part),
-                              "order_by": (parted.c.value, parted.c.step)}
-    ranked = select(parted, func.lag(parted.c.step).over(**rising).label("less"),
-                    func.lead(parted.c.step).over(**rising).label("greater")).subquery()
-    is_shown = or_(ranked.c["count"] <= max_points, ranked.c.number == 1, ranked.c.number == ranked.c["count"],
-               ranked.c.less.is_(None), ranked.c.greater.is_(None))
-    return select(*(ranked.c[column.name] for column in points.c)).where(is_shown)
 
 
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:

@@ -22,7 +22,7 @@ from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.rendering import render
 from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
-from eyrie_api.errors import EyrieError, Forbidden, InvalidInput
+from eyrie_api.errors import EyrieError, Forbidden
 
 
 class QuotaReached(EyrieError):
@@ -111,9 +111,6 @@ def _held(session: Session, project: str, limit: str) -> int | None:
     return most
 
 
-MAX_LISTED = 1000
-
-
 class WaitingObjects:
     """DrafterJobs that wait for a quota of their project, as `scope` sees them.
 
@@ -126,10 +123,7 @@ class WaitingObjects:
         self._database, self._scope = database, scope
 
     def list(self, *, limit: int = 100) -> WaitingList:
-        """Those that have waited longest, and the number of all, in one statement. Raises InvalidInput for an invalid
-        limit."""
-        if not 1 <= limit <= MAX_LISTED:
-            raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_LISTED} objects")
+        """Those that have waited longest, and the number of all, in one statement."""
         query = (select(WaitingRow, func.count().over()).where(self._scope.sees(WaitingRow.project, "jobs:read"))
                  .order_by(WaitingRow.since, WaitingRow.namespace, WaitingRow.name).limit(limit))
         with self._database.reading() as session:

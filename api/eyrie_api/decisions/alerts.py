@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from eyrie_api.contract.alerts import AlertItem, AlertKind, AlertList
+from eyrie_api.contract.alerts import AlertItem, AlertKind
 from eyrie_api.contract.endpoints import EndpointTraffic, LiveDrift
+from eyrie_api.contract.model import Items
 from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Condition, Endpoint, Job
 from eyrie_api.decisions.promotion import summarize_decision
@@ -50,7 +51,7 @@ class ExhaustedQuota:
 
 def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Iterable[EndpointTraffic] = (),
               used_up: Iterable[ExhaustedQuota] = (), waiting: WaitingList = NOTHING_WAITS,
-              full_disk: EyrieError | None = None) -> AlertList:
+              full_disk: EyrieError | None = None) -> Items[AlertItem]:
     """Everything a person should look at. `jobs` are the newest ones, `traffic` is of these endpoints, `waiting` has
     the first ones and the number of all."""
     items = [] if full_disk is None else [AlertItem(
@@ -66,7 +67,7 @@ def alerts_of(jobs: Sequence[Job], endpoints: Sequence[Endpoint], traffic: Itera
         message="further jobs are refused, and DrafterJobs of its namespaces wait",
         hint="wait until a job ends, cancel one, or ask an administrator: "
              f"eyrie projects quotas {quota.project} --{quota.what.lower()} N") for quota in used_up)
-    return AlertList(items=(*items, *_queued(jobs), *quotas, *_waiting(waiting)))
+    return Items[AlertItem](items=(*items, *_queued(jobs), *quotas, *_waiting(waiting)))
 
 
 def _of_endpoint(endpoint: Endpoint, drift: LiveDrift | None, jobs: Sequence[Job]) -> Iterable[AlertItem]:

@@ -3,8 +3,6 @@
 `CHARTS` is the one definition. `curves_of` computes what `GET /v1alpha1/jobs/ID/curves` answers. The console's page
 draws that answer, of chosen runs and steps, and again whenever values arrive (`static/curves.js`); `eyrie plots` draws
 it as files. Both have titles, labels, names and values from here and compute none of them.
-
-Series that the server reduced to fewer points are derived from at the steps that are left.
 """
 
 import re

@@ -43,7 +43,7 @@ def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage
 
 def serving_gpus(profile: ClusterProfile | None, serve: ServeSpec) -> PlacedGpus:
     """The GPUs of the engines of an endpoint; None: on one machine. Raises InvalidInput."""
-    placed: Placement | PlacementRequest = serve.placement
+    placed: PlacementRequest = serve.placement
     if profile is not None and profile.serving is not None:
         placed = merge_placement(profile.serving.placement, serve.placement)
     return PlacedGpus(num_gpus=placed.num_gpus, gpu_type=placed.gpu_type)

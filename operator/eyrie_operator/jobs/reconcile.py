@@ -19,10 +19,10 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.records import Failure, ProgressRecord, WaitingPod
+from eyrie_api.contract.records import Failure, WaitingPod
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.contract.stages import Manifest, StageName
-from eyrie_api.contract.status import ConditionType, JobStatus, Progress, StageState, StageStatus
+from eyrie_api.contract.status import ConditionType, JobStatus, StageState, StageStatus
 from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_operator.conditions import Conditions, find, is_over, observe, phase_of, remove
@@ -56,7 +56,6 @@ class ObservedStage:
 
     manifest: Manifest | None = None
     failure: Failure | None = None
-    progress: ProgressRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -314,11 +313,7 @@ def _stage_status(member: ObservedStage, seen: ObservedJob, over: bool, now: dat
     ended = failure.time if failure else None
     if member.manifest is not None:
         ended = datetime.fromisoformat(member.manifest.finished_at)
-    progress = member.progress
     return StageStatus(
         stage=member.stage, key=member.key, state=state, attempt=seen.run.attempt, started_at=member.started_at,
-        finished_at=ended,
-        progress=None if progress is None else Progress(
-            done=progress.done, total=progress.total, unit=progress.unit, rate=progress.rate, eta_s=progress.eta_s,
-            message=progress.message),
-        reason=why.reason if why else None, message=why.message if why else None, hint=why.hint if why else None)
+        finished_at=ended, reason=why.reason if why else None, message=why.message if why else None,
+        hint=why.hint if why else None)

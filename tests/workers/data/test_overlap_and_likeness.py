@@ -1,11 +1,9 @@
-"""What the report on a set of conversations counts: copies, near copies, benchmark text, languages."""
+"""What the report on a set of conversations counts: copies, near copies, benchmark text."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_workers.data.overlap import RUN_WORDS, NearDuplicates, Runs, words
-from eyrie_workers.regeneration.selection import guess
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -49,16 +47,3 @@ def test_likeness_does_not_depend_on_the_process() -> None:
     one, two = NearDuplicates(0.5), NearDuplicates(0.5)
     texts = [list(range(i, i + 60)) for i in range(0, 200, 7)]
     assert [one.seen(text) for text in texts] == [two.seen(text) for text in texts]
-
-
-@pytest.mark.parametrize(("text", "language"), [
-    ("What is the capital of Norway, and how is it written?", "english"),
-    ("Wie ist das Wetter und was soll ich mit dem Hund machen?", "german"),
-    ("Quelle est la capitale de la France et pour qui ?", "french"),
-    ("\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837", "chinese"),
-    ("\u4eca\u65e5\u306e\u5929\u6c17\u306f\u3069\u3046\u3067\u3059\u304b", "japanese"),
-    ("\u043a\u0430\u043a \u0434\u0435\u043b\u0430", "cyrillic"),
-    ("x = 1", "other"), ("", "other"),
-])
-def test_a_language_is_guessed_from_letters_and_common_words(text: str, language: str) -> None:
-    assert guess(text) == language

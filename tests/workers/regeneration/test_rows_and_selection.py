@@ -101,7 +101,7 @@ def test_every_row_read_is_accounted_for(tmp_path: Path, tokenizer: ChatTokenize
             chat("two", "x", "three", "y")]
     summary = run(tmp_path, rows, tokenizer, benchmark=["what is asked"])
     assert summary == selection.SelectionSummary(rows_read=6, rows_selected=2, rows_quarantined=3, duplicates=1,
-                                                 turns_selected=2, languages={"other": 2})
+                                                 turns_selected=2)
     kept = list(selection.selected(tmp_path))
     assert [row.messages for row in kept] == [chat("one")["messages"], chat("two", "x", "three")["messages"]]
     assert kept[1].prompt_ids == tokenizer.render(kept[1].messages)

@@ -114,13 +114,13 @@ def test_stored_requests_give_the_comparison_that_the_measured_ones_give(tmp_pat
     def level(variant: str, speed: float) -> LevelResults:
         results = tuple(RequestResult(
             "chat", f"p{number}", 0, number, tokens=10 + number, ttft_s=0.1, gaps_s=np.full(9, 0.01),
-            end_to_end_s=(1.0 + 0.1 * number) / speed, histogram=(2, 3), proposed=True, digest=bytes([number]),
-            ids_digest=bytes([number, 1])) for number in range(8))
+            end_to_end_s=(1.0 + 0.1 * number) / speed, histogram=(2, 3), proposed=True, digest=bytes([255, number]),
+            ids_digest=bytes([number, 200])) for number in range(8))
         failed = RequestResult("chat", "lost", 0, 9, failure="timeout")
         return LevelResults(variant, RequestLevel("closed", 2), (*results, failed), 4.0 / speed, 0.1)
 
     ours, theirs = level("b/off", 2.0), level("a/off", 1.0)
-    write_results(tmp_path / "results.jsonl", [theirs])
-    [stored] = read_results(tmp_path / "results.jsonl")
+    write_results(tmp_path / "results.json", [theirs])
+    [stored] = read_results(tmp_path / "results.json")
     assert comparison(ours, stored, LOAD) == comparison(ours, theirs, LOAD)
-    assert json.loads((tmp_path / "results.jsonl").read_text())["variant"] == "a/off"
+    assert json.loads((tmp_path / "results.json").read_text())[0]["variant"] == "a/off"

@@ -60,46 +60,6 @@ def mix(streams: Sequence[Iterator[T | QuarantinedRow]], weights: Sequence[float
             live.remove(source)
 
 
-# First and last code point of a script, and the name reported for it.
-_SCRIPTS = (
-    (0x0370, 0x03FF, "greek"), (0x0400, 0x052F, "cyrillic"), (0x0590, 0x05FF, "hebrew"), (0x0600, 0x06FF, "arabic"),
-    (0x0900, 0x097F, "devanagari"), (0x0E00, 0x0E7F, "thai"), (0x3040, 0x30FF, "japanese"), (0x3400, 0x9FFF, "chinese"),
-    (0xAC00, 0xD7AF, "korean"),
-)
-_COMMON_WORDS = {
-    "english": "the and of to is in that what how you for with are this it can please write an",
-    "german": "der die das und ist nicht ein eine ich mit auf wie was bitte zu den von sie es",
-    "french": "le la les et est une des que pour dans qui je vous pas sur un du comment quelle",
-    "spanish": "el los las y es una que para en por como con un del qu\u00e9 c\u00f3mo se mi lo",
-    "italian": "il gli e che di una per non sono con come del della un cosa mi pi\u00f9 \u00e8",
-    "portuguese": "os as e \u00e9 uma que para n\u00e3o com como do da um em por se voc\u00ea mais",
-    "dutch": "de het een en van is niet dat ik met voor op hoe wat te zijn je aan",
-}
-_WORDS = {language: frozenset(words.split()) for language, words in _COMMON_WORDS.items()}
-_MAX_CHARACTERS = 4000
-
-
-def guess(text: str) -> str:
-    """A guess at the language of a text, for the counts of the report: a language, a script, or `other`.
-
-    By script where a script belongs to one language or is named as a script, by the most common words where many
-    languages share the Latin alphabet. Short and mixed texts are `other`. Nothing is filtered by this.
-    """
-    text = text[:_MAX_CHARACTERS].lower()
-    letters = [c for c in text if c.isalpha()]
-    scripts = Counter(next((name for low, high, name in _SCRIPTS if low <= ord(c) <= high), "latin") for c in letters)
-    if scripts["japanese"] and scripts["japanese"] * 10 >= scripts["chinese"]:
-        scripts["japanese"] += scripts.pop("chinese", 0)  # Japanese text uses both scripts
-    script, count = scripts.most_common(1)[0] if scripts else ("latin", 0)
-    if script != "latin" and count * 2 > len(letters):
-        return script
-    words = Counter("".join(c if c.isalpha() else " " for c in text).split())
-    marks = {language: sum(words[word] for word in known) for language, known in _WORDS.items()}
-    best = max(marks, key=lambda language: marks[language])
-    alone = sum(mark == marks[best] for mark in marks.values()) == 1
-    return best if marks[best] and alone else "other"
-
-
 HELD_OUT = "held_out.jsonl"
 SELECTED = SELECTION_FILE
 REJECTED = "selection.quarantine.jsonl"
@@ -125,7 +85,6 @@ class SelectionSummary(Frozen):
     """Selected rows whose prompt has the tokens of an earlier row's prompt: the template shows no difference."""
 
     overlaps: dict[str, int] = {}
-    languages: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -263,7 +222,6 @@ class _Divider:
         self._seen: set[bytes] = set()
         self._prompts: set[bytes] = set()  # digests of the token ids of selected prompts
         self._duplicates = self._near = self._turns = self._overlaps = 0
-        self._languages: Counter[str] = Counter()
         threshold = rules.data.near_duplicates
         self._like = None if threshold is None else NearDuplicates(threshold)
 
@@ -292,8 +250,7 @@ class _Divider:
                                 rows_held_out=self._written[HELD_OUT], rows_quarantined=self._written[REJECTED],
                                 duplicates=self._duplicates, near_duplicates=self._near, turns_selected=self._turns,
                                 equal_prompts=self._written[SELECTED] - len(self._prompts),
-                                overlaps={"suites": self._overlaps} if self._overlaps else {},
-                                languages=dict(self._languages.most_common()))
+                                overlaps={"suites": self._overlaps} if self._overlaps else {})
 
     def take(self, row: Conversation | QuarantinedRow) -> None:
         if isinstance(row, QuarantinedRow):
@@ -326,12 +283,12 @@ class _Divider:
         overlaps = self._rules.suite_runs.overlap(row.prompt)
         if overlaps and self._rules.data.overlaps == "drop":
             return self._reject(row, f"{RUN_WORDS} words in a row occur in a benchmark suite", "benchmark")
-        asked = "\n".join(message["content"] for message in messages if message["role"] == "user")
-        if self._like is not None and self._like.seen(self._tokenizer.encode(asked)):
-            self._near += 1
-            return None
+        if self._like is not None:
+            asked = "\n".join(message["content"] for message in messages if message["role"] == "user")
+            if self._like.seen(self._tokenizer.encode(asked)):
+                self._near += 1
+                return None
         self._overlaps += overlaps
-        self._languages[guess(asked)] += 1
         self._turns += num_turns(messages, self._rules.turns)
         self._prompts.add(hashlib.sha256(repr(prompt_ids).encode()).digest()[:16])
         return self._write(SELECTED, {"id": row.id, "source": row.source, "source_name": row.source_name,

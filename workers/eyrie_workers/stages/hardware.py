@@ -15,13 +15,11 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
+from pydantic import ConfigDict, TypeAdapter
 
 from eyrie_api.artifacts import read_report, write_atomically, write_model
 from eyrie_api.contract.hardware import HardwareMeasurement, HardwareProfile
-from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.stages import HardwareStage
 from eyrie_api.contract.tuning import DrafterUse
@@ -29,10 +27,9 @@ from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
 from eyrie_workers.measure.benchmark.session import REPORT, measuring, read_suites
-from eyrie_workers.measure.load.client import LoadEndpoint, RequestResult
+from eyrie_workers.measure.load.client import LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import LevelResults
 from eyrie_workers.measure.load.run import LoadTestResults, load_report, measure_in_turn
-from eyrie_workers.measure.load.schedule import RequestLevel
 from eyrie_workers.sglang.local_hardware import visible_gpus
 from eyrie_workers.sglang.servers import ServerPlan, ServerPool
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -53,7 +50,7 @@ def compare(spec: HardwareStage, stage: Stage) -> Result:
         stage.event("NothingToCompare", proven.skipped)
         return _finish(stage, HardwareMeasurement(profile=profile, skipped=proven.skipped), [])
     started = time.perf_counter()
-    before = [] if spec.baseline_dir is None else read_results(Path(spec.baseline_dir) / LOAD_RESULTS_FILE)
+    before = () if spec.baseline_dir is None else read_results(Path(spec.baseline_dir) / LOAD_RESULTS_FILE)
     with measuring(stage):
         model, measured = _measure(profile, spec, proven.use, stage)
     baseline, own = variant_name(spec.baseline, "off"), set(measured.variants)
@@ -104,60 +101,18 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
         pool.stop()
 
 
-class StoredResult(Frozen):
-    """What the statistics read of a request; times in seconds."""
-
-    category: str
-    prompt_id: str
-    repeat: int
-    index: int
-    failure: str | None = None
-    tokens: int = 0
-    ttft_s: float | None = None
-    gaps_s: tuple[float, ...] = ()
-    end_to_end_s: float = 0.0
-    histogram: tuple[int, ...] | None = None
-    proposed: bool = False
-    digest: str = ""
-    """Hexadecimal, of the answer's text."""
-
-    ids_digest: str | None = None
-
-    @classmethod
-    def of(cls, measured: RequestResult) -> "StoredResult":
-        return cls.model_validate({name: getattr(measured, name) for name in cls.model_fields} | {
-            "gaps_s": tuple(measured.gaps_s.tolist()), "digest": measured.digest.hex(),
-            "ids_digest": None if measured.ids_digest is None else measured.ids_digest.hex()})
-
-    def result(self) -> RequestResult:
-        return RequestResult(**self.model_dump() | {
-            "gaps_s": np.array(self.gaps_s), "digest": bytes.fromhex(self.digest),
-            "ids_digest": None if self.ids_digest is None else bytes.fromhex(self.ids_digest)})
-
-
-class StoredLevel(Frozen):
-    """One variant at one level: a line of the file."""
-
-    variant: str
-    mode: Literal["closed", "open"]
-    value: float
-    seconds: float
-    cpu_s: float
-    results: tuple[StoredResult, ...]
+_LEVELS = TypeAdapter(tuple[LevelResults, ...],
+                      config=ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"))
 
 
 def write_results(path: Path, levels: Iterable[LevelResults]) -> None:
-    stored = (StoredLevel(variant=of.variant, mode=of.level.mode, value=of.level.value, seconds=of.seconds,
-                          cpu_s=of.cpu_s, results=tuple(map(StoredResult.of, of.results))) for of in levels)
-    write_atomically(path, "".join(line.model_dump_json() + "\n" for line in stored))
+    write_atomically(path, _LEVELS.dump_json(tuple(levels)).decode())
 
 
-def read_results(path: Path) -> list[LevelResults]:
+def read_results(path: Path) -> tuple[LevelResults, ...]:
     """Read it. Raises ArtifactCorrupt."""
     try:
-        stored = [StoredLevel.model_validate_json(line) for line in path.read_text().splitlines()]
-        return [LevelResults(of.variant, RequestLevel(of.mode, of.value), tuple(each.result() for each in of.results),
-                             of.seconds, of.cpu_s) for of in stored]
+        return _LEVELS.validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ArtifactCorrupt(f"{path} cannot be read: {' '.join(str(error).split())[:200]}",
                               "retry the job") from None

@@ -388,9 +388,9 @@ def _finish(rows: Rows, refused: list[QuarantinedRow]) -> RegenerateReport:
         outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
         rows_retokenised=tally.retokenized, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
-        languages=summary.languages, prompt_tokens=sum(tally.prompt_lengths.elements()),
-        answer_tokens=sum(tally.answer_lengths.elements()), finish_reasons=dict(tally.finish_reasons), sources=sources,
-        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]),
+        prompt_tokens=sum(tally.prompt_lengths.elements()), answer_tokens=sum(tally.answer_lengths.elements()),
+        finish_reasons=dict(tally.finish_reasons), sources=sources, seconds=0.0, tokens_per_s=0.0,
+        quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]),
         quarantine_reasons=reasons.commonest(_QUARANTINE_REPORTED))
 
 

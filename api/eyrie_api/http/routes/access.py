@@ -7,8 +7,7 @@ from fastapi import APIRouter, Body, Path, Query, Response
 
 from eyrie_api.clock import utc_now
 from eyrie_api.contract import access as contract
-from eyrie_api.contract.model import Name
-from eyrie_api.database.audit import MAX_PAGE
+from eyrie_api.contract.model import Items, Name
 from eyrie_api.database.projects import KeyRequest
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import RequestControl
@@ -47,9 +46,9 @@ def create_key(request: contract.CreateKey, control: RequestControl) -> contract
 
 
 @router.get(KEYS)
-def list_keys(control: RequestControl) -> contract.ApiKeyList:
+def list_keys(control: RequestControl) -> Items[contract.ApiKey]:
     """ApiKeys, without their secrets, newest first."""
-    return contract.ApiKeyList(items=control.keys.list())
+    return Items[contract.ApiKey](items=control.keys.list())
 
 
 @router.post(KEYS + "/{key_id}/revoke", name="key.revoke")
@@ -73,9 +72,9 @@ def create_project(request: contract.CreateProject, control: RequestControl) -> 
 
 
 @router.get(PROJECTS)
-def list_projects(control: RequestControl) -> contract.ProjectList:
+def list_projects(control: RequestControl) -> Items[contract.Project]:
     """Projects one has a role in."""
-    return contract.ProjectList(items=control.projects.list())
+    return Items[contract.Project](items=control.projects.list())
 
 
 @router.get(PROJECTS + "/{project}")
@@ -91,9 +90,9 @@ def set_quotas(project: Name, request: contract.Quotas, control: RequestControl)
 
 
 @router.get(PROJECTS + "/{project}/members")
-def list_members(project: Name, control: RequestControl) -> contract.MemberList:
+def list_members(project: Name, control: RequestControl) -> Items[contract.Member]:
     """Roles given to subjects and groups of OIDC issuers."""
-    return contract.MemberList(items=control.projects.members(project))
+    return Items[contract.Member](items=control.projects.members(project))
 
 
 @router.post(PROJECTS + "/{project}/members", status_code=201, name="member.add")
@@ -120,7 +119,7 @@ def read_audit(
     verb: Annotated[str | None, Query(max_length=63, description="e.g. job.create")] = None,
     thing: Annotated[str | None, Query(alias="object", max_length=512, description="e.g. job/<id>")] = None,
     before: Annotated[int | None, Query(ge=1, le=2**53)] = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    limit: Annotated[int, Query(ge=1, le=500)] = 100,
 ) -> contract.AuditPage:
     """Entries of the projects whose audit one may read, newest first."""
     return control.audit.read(actor=actor, verb=verb, thing=thing, before=before, limit=limit)
@@ -134,9 +133,9 @@ def create_webhook(request: contract.CreateWebhook, control: RequestControl) -> 
 
 
 @webhooks_router.get(WEBHOOKS)
-def list_webhooks(control: RequestControl) -> contract.WebhookList:
+def list_webhooks(control: RequestControl) -> Items[contract.Webhook]:
     """Webhooks, without their secrets."""
-    return contract.WebhookList(items=control.webhooks.list())
+    return Items[contract.Webhook](items=control.webhooks.list())
 
 
 @webhooks_router.delete(WEBHOOKS + "/{webhook_id}", status_code=204, name="webhook.delete")
@@ -154,9 +153,9 @@ def rotate_webhook(webhook_id: str, control: RequestControl) -> contract.Created
 
 
 @webhooks_router.get(WEBHOOKS + "/{webhook_id}/deliveries")
-def list_deliveries(webhook_id: str, control: RequestControl) -> contract.DeliveryList:
+def list_deliveries(webhook_id: str, control: RequestControl) -> Items[contract.Delivery]:
     """Its latest hundred deliveries, newest first. Ended ones are kept for two weeks."""
-    return contract.DeliveryList(items=control.webhooks.deliveries(webhook_id))
+    return Items[contract.Delivery](items=control.webhooks.deliveries(webhook_id))
 
 
 @webhooks_router.post(WEBHOOKS + "/{webhook_id}/ping", status_code=202, name="webhook.ping")

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter
 
-from eyrie_api.contract.alerts import AlertList
+from eyrie_api.contract.alerts import AlertItem
 from eyrie_api.contract.endpoints import EndpointTraffic
+from eyrie_api.contract.model import Items
 from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.decisions.alerts import alerts_of
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
@@ -18,16 +19,17 @@ _WAITING = 20
 
 
 @router.get("/v1alpha1/alerts")
-def read_alerts(control: RequestControl) -> AlertList:
+def read_alerts(control: RequestControl) -> Items[AlertItem]:
     """What needs a person, each with what was seen and what to do: failed jobs and stages without a node, decisions,
-    endpoints, drift, quotas, DrafterJobs that wait, a full disk. Covers the newest 50 jobs."""
+    endpoints, drift, quotas, DrafterJobs that wait, a full disk; in the order of the console's home. Covers the newest
+    50 jobs; of the DrafterJobs that wait, the 20 that have waited longest are items of their own."""
     endpoints = control.endpoints.list().items
     traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
     return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
 
 
 def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],
-               traffic: Sequence[EndpointTraffic]) -> AlertList:
+               traffic: Sequence[EndpointTraffic]) -> Items[AlertItem]:
     """`read_alerts`, from values that the caller has read. The free space is measured now: on a full disk neither an
     event nor a condition could be stored."""
     home = control.settings.home

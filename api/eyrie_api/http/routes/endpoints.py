@@ -12,10 +12,10 @@ from fastapi import APIRouter, Body, Query, Response
 from starlette.responses import StreamingResponse
 
 from eyrie_api.contract.comparison import CompareRequest, RecordedPrompts
-from eyrie_api.contract.endpoints import History, HistoryKind, TrafficList
+from eyrie_api.contract.endpoints import EndpointTraffic, History, HistoryKind
 from eyrie_api.contract.figures import Figure, FigureList
-from eyrie_api.contract.model import Name
-from eyrie_api.contract.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
+from eyrie_api.contract.model import Items, Name
+from eyrie_api.contract.status import Endpoint, PromoteRequest, RollbackRequest
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoint_history import MAX_PAGE
 from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
@@ -30,16 +30,17 @@ ENDPOINTS = "/v1alpha1/endpoints"
 
 
 @router.get(ENDPOINTS)
-def list_endpoints(control: RequestControl) -> EndpointList:
+def list_endpoints(control: RequestControl) -> Items[Endpoint]:
     """All endpoints with their revisions."""
     return control.endpoints.list()
 
 
 @router.get("/v1alpha1/traffic")
-def list_traffic(control: RequestControl) -> TrafficList:
+def list_traffic(control: RequestControl) -> Items[EndpointTraffic]:
     """What the traffic of every endpoint shows now: the latest window with acceptance and requests per second, the
     canary and its share, drift."""
-    return TrafficList(items=traffic_of(control.endpoints.list().items, control.histories.latest_of_all(KINDS)))
+    latest = control.histories.latest_of_all(KINDS)
+    return Items[EndpointTraffic](items=traffic_of(control.endpoints.list().items, latest))
 
 
 @router.get(ENDPOINTS + "/{name}")

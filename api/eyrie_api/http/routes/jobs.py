@@ -16,7 +16,6 @@ from eyrie_api.contract.status import Job, JobList, Phase, RetryRequest
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.idempotency import Once, Replay
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
-from eyrie_api.database.quotas import MAX_LISTED
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.http.control import Control, EndsWithClient, RequestControl
 from eyrie_api.planning import preflight
@@ -94,7 +93,7 @@ def list_jobs(
 
 
 @router.get(WAITING)
-def list_waiting(control: RequestControl, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> WaitingList:
+def list_waiting(control: RequestControl, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> WaitingList:
     """DrafterJobs of a cluster that wait for a quota of their project, those that have waited longest first."""
     return control.waiting.list(limit=limit)
 

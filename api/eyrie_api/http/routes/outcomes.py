@@ -18,10 +18,10 @@ from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import Figure, FigureList, FigureSummary
-from eyrie_api.contract.model import Name
+from eyrie_api.contract.model import Items, Name
 from eyrie_api.contract.plan import PlannedAndActual, TimeLeft
 from eyrie_api.contract.stages import StageName
-from eyrie_api.contract.status import Job, JobReport, Leaderboard, StageFile, StageFileList
+from eyrie_api.contract.status import Job, JobReport, Leaderboard, StageFile
 from eyrie_api.database.results import ResultFilter
 from eyrie_api.decisions.job_report import planned_and_actual, report_of, time_left
 from eyrie_api.decisions.leaderboard import Selection
@@ -35,16 +35,16 @@ router = APIRouter(tags=["outcomes"])
 
 
 @router.get(JOBS + "/{job_id}/artifacts")
-def list_artifacts(job_id: str, control: RequestControl, stage: StageName | None = None) -> StageFileList:
+def list_artifacts(job_id: str, control: RequestControl, stage: StageName | None = None) -> Items[StageFile]:
     """Files of the finished stages, with digests and where to download them."""
     control.jobs.get(job_id)
     manifests = control.files.manifests(job_id)
     return files_of(job_id, [finished for finished in manifests if stage in (None, finished.stage)])
 
 
-def files_of(job_id: str, manifests: Iterable[StageManifest]) -> StageFileList:
+def files_of(job_id: str, manifests: Iterable[StageManifest]) -> Items[StageFile]:
     """The files that manifests of a job list. Pure."""
-    return StageFileList(items=tuple(
+    return Items[StageFile](items=tuple(
         StageFile(stage=finished.stage, key=finished.key, path=entry.path, size_bytes=entry.size_bytes,
                   sha256=entry.sha256, url=f"{JOBS}/{job_id}/artifacts/{finished.stage}/{quote(entry.path)}"
                   + (f"?key={quote(finished.key)}" if finished.key else ""))

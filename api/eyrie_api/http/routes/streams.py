@@ -15,9 +15,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from eyrie_api.contract.figures import TrainingCurves
-from eyrie_api.contract.model import Name
+from eyrie_api.contract.model import Items, Name
 from eyrie_api.contract.stages import StageName
-from eyrie_api.contract.status import Event, EventList, MetricList
+from eyrie_api.contract.status import Event, MetricSeries
 from eyrie_api.database.rendering import is_over
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.figures.training_curves import curves_of
@@ -35,7 +35,7 @@ _LAST_ID = 2**31 - 1
 _RETRY_MS = 1000
 
 
-@router.get(JOBS + "/{job_id}/events", response_model=EventList,
+@router.get(JOBS + "/{job_id}/events", response_model=Items[Event],
             responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}},
                        204: {"description": "the job has ended and all its events were sent"}})
 async def events(
@@ -55,7 +55,7 @@ async def events(
     job = await to_thread.run_sync(control.jobs.get, job_id)
     if "application/json" in accept and _EVENT_STREAM not in accept:
         listed = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
-        return JSONResponse(EventList(items=listed).model_dump(mode="json"))
+        return JSONResponse(Items[Event](items=listed).model_dump(mode="json"))
     if is_over(job.status.conditions) and not await _fetch(control, job_id, after):
         return Response(status_code=204)
     return StreamingResponse(_event_lines(control, job_id, after, request), media_type=_EVENT_STREAM,
@@ -101,19 +101,16 @@ def metrics(
     stage: StageName | None = None,
     key: Annotated[str | None, Query(max_length=63)] = None,
     name: Annotated[str | None, Query(max_length=127)] = None,
-    max_points: Annotated[int | None, Query(ge=4, le=100_000)] = None,
-) -> MetricList:
-    """Logged metric series: loss, acceptance per position, theoretical speed-up, ... With `max_points` a longer series
-    is reduced to its first and last point and the least and greatest of equal parts between them."""
-    return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name, max_points=max_points))
+) -> Items[MetricSeries]:
+    """Logged metric series: loss, acceptance per position, theoretical speed-up, ..."""
+    return Items[MetricSeries](items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
 
 
 @router.get(JOBS + "/{job_id}/curves")
-def curves(job_id: str, control: RequestControl,
-           max_points: Annotated[int, Query(ge=4, le=100_000)] = 1000) -> TrainingCurves:
+def curves(job_id: str, control: RequestControl) -> TrainingCurves:
     """The curves of its training: every chart with titles, labels and values, as the console draws them and
-    `eyrie plots` writes them. Longer series are reduced as those of metrics are."""
-    return curves_of(control.jobs.metrics(job_id, stage="train", max_points=max_points))
+    `eyrie plots` writes them."""
+    return curves_of(control.jobs.metrics(job_id, stage="train"))
 
 
 @router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)

@@ -16,7 +16,7 @@ import torch
 from eyrie_api.artifacts import digest_model
 from eyrie_api.contract.benchmark import BenchmarkSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_api.contract.stages import BenchmarkStage, MeasuringStage, TuneStage
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import InvalidInput
@@ -110,7 +110,7 @@ class Session:
                        prompt=replace(prompt, id=name, messages=messages, further=prompt.further[1:]))
 
 
-def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
+def read_suites(spec: MeasuringStage, stage: Stage) -> Suites:
     """All usable prompts of every suite. Cheap; called before waiting for the machine lock or loading a model. Raises
     InvalidInput for a suite that cannot be read, or of which no prompt fits the target."""
     held_out = Path(spec.held_out_file) if spec.held_out_file else None
@@ -139,7 +139,7 @@ def prompts_that_fit(suites: Suites, tokenizer: ChatTokenizer, context: int, sta
     return kept
 
 
-def uses_of(spec: BenchmarkStage | TuneStage, settings: Mapping[str, Setting]) -> dict[str, DrafterUse]:
+def uses_of(spec: MeasuringStage, settings: Mapping[str, Setting]) -> dict[str, DrafterUse]:
     """The variants of the stage's drafter with these settings, by name."""
     return {name: DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)
             for name, setting in settings.items()}

@@ -12,17 +12,13 @@ One `Sample` per variant, one `Entry` per unit: a line of the ledger.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
-from eyrie_api.contract.families import TreeKind
 from eyrie_api.contract.model import Frozen
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import DecodingEngine
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.speculation.requests import Request
-
-VariantKind = TreeKind | Literal["off"]
 
 
 class Variant(Frozen):
@@ -31,34 +27,16 @@ class Variant(Frozen):
     title: str
     """Its name in ledgers and reports; unique within a measurement."""
 
-    family: str
-    """Of the drafter; a rival's name, `ngram`, or `off` for no drafter."""
-
-    kind: VariantKind
     tree: DraftTreeShape | None
-    source: str = ""
-    """Where this way to draft is described."""
-
-    @property
-    def shape(self) -> str:
-        """The kind, with `num_steps/top_k/num_draft_tokens`."""
-        if self.tree is None:
-            return "nothing drafted"
-        return f"{self.kind} {self.tree.num_steps}/{self.tree.top_k}/{self.tree.num_draft_tokens}"
-
-
-def undrafted(title: str, source: str = "") -> Variant:
-    return Variant(title=title, family="off", kind="off", tree=None, source=source)
 
 
 def drafted(tree: DraftTreeShape) -> Variant:
     """The measured drafter in one draft-tree shape, named after the shape."""
-    kind: VariantKind = "static tree" if tree.static else "chain" if tree.top_k == 1 else "tree"
-    return Variant(title=tree.label(), family="drafter", kind=kind, tree=tree)
+    return Variant(title=tree.label(), tree=tree)
 
 
 BASELINE = "baseline"
-UNDRAFTED = undrafted(BASELINE)
+UNDRAFTED = Variant(title=BASELINE, tree=None)
 
 UnitKey = tuple[str, str, float, int]
 """Suite, prompt id, temperature, repeat: identifies a unit, and the entry with its answers."""

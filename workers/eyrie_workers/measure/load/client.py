@@ -16,9 +16,10 @@ import json
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
 from eyrie_api.contract.load import LoadSpec
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -113,7 +114,8 @@ class RequestResult:
     detail: str = ""
     tokens: int = 0
     ttft_s: float | None = None
-    gaps_s: FloatArray = field(default_factory=lambda: np.zeros(0))
+    gaps_s: Annotated[FloatArray, PlainValidator(np.array), PlainSerializer(np.ndarray.tolist)] = field(
+        default_factory=lambda: np.zeros(0))
     end_to_end_s: float = 0.0
     histogram: tuple[int, ...] | None = None
     proposed: bool = False
