@@ -37,7 +37,7 @@ from benchmarks.experiments.workspace import CHAIN, FULL, Workspace
 from benchmarks.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from benchmarks.quickstart import pretrain
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.targets import QUICKSTART_HYBRID, JobTarget
+from eyrie_api.contract.targets import JobTarget
 from eyrie_workers.targets.config import choose_aux_layers
 
 NAME = "layer_choice"
@@ -54,11 +54,11 @@ Runs = Mapping[str, Sequence[Sequence[Counted]]]
 
 def hybrid_target(work: Path, *, short: bool) -> Path:
     """The hybrid target, trained in the work directory unless it is there."""
-    out = work / QUICKSTART_HYBRID
-    course = pretrain.COURSES[QUICKSTART_HYBRID]
+    out = work / pretrain.QUICKSTART_HYBRID
+    course = pretrain.COURSES[pretrain.QUICKSTART_HYBRID]
     if short:
         course = replace(course, recipe=replace(course.recipe, tokens=_SHORT_TOKENS))
-    state = work / f"{QUICKSTART_HYBRID}-work"
+    state = work / f"{pretrain.QUICKSTART_HYBRID}-work"
     state.mkdir(parents=True, exist_ok=True)
     pretrain.run(course, out, state)
     return out
@@ -79,7 +79,7 @@ def measure(workspace: Workspace) -> ExperimentResult:
             runs.setdefault(name, []).append(workspace.decode(trained.last))
             accuracy.setdefault(name, []).append(trained.report.checkpoints[-1].accuracy[0])
             print(f"seed {seed}, {name} {layers}: tau {tau(runs[name][-1]):.3f}", flush=True)
-    shape = pretrain.COURSES[QUICKSTART_HYBRID].shape
+    shape = pretrain.COURSES[pretrain.QUICKSTART_HYBRID].shape
     chosen = choose_aux_layers(shape.num_layers, shape.layer_types).aux_layers
     return evaluate(runs, accuracy, chosen)
 

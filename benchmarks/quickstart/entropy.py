@@ -4,7 +4,7 @@ Drafters of every family are accepted where the target is confident. Targets are
 their confidence in their own answers, not by their loss on other text: nats per token and the probability of the
 likeliest token, greedily and at temperature 1.
 
-    python -m benchmarks.quickstart.entropy --target quickstart-large [--num 48] [--library]
+    python -m benchmarks.quickstart.entropy --target .eyrie/targets/quickstart-large [--num 48] [--library]
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ Three more courses train targets for purposes that the shipped model does not se
     python -m benchmarks.quickstart.pretrain --hybrid    # quickstart-hybrid: windows in three layers of four
     python -m benchmarks.quickstart.pretrain --olmo      # quickstart-olmo: an Olmo 3
 
-They are written to `$EYRIE_HOME/targets/<name>` (`~/.eyrie` where that is not set), where `target.model:
-quickstart-large` finds them once they are finished.
+They are written to `.eyrie/targets/<name>`, a directory that `target.model` may name.
 
 The program may be killed at any line. It saves its state every few minutes in `<work>/state.pt` and resumes from there
 when started again with the same arguments. Every save exports a usable model, the last one the final model with its
@@ -54,14 +53,10 @@ from benchmarks.quickstart.library import mixed_stream
 from benchmarks.quickstart.llama import Llama, Shape, describe, hugging_face_config, hugging_face_weights
 from benchmarks.quickstart.packing import ROW_LENGTHS, TOKENS_PER_STEP, Batch, Encoded, batches
 from benchmarks.quickstart.practice import practice_stream
-from eyrie_api.contract.targets import (
-    QUICKSTART,
-    QUICKSTART_HYBRID,
-    QUICKSTART_LARGE,
-    QUICKSTART_OLMO,
-    trained_here,
-)
+from eyrie_api.contract.targets import QUICKSTART
 from eyrie_workers.stages.train import fastest_dtype
+
+QUICKSTART_LARGE, QUICKSTART_HYBRID, QUICKSTART_OLMO = "quickstart-large", "quickstart-hybrid", "quickstart-olmo"
 
 SEED = 0
 VALIDATION_SEED = 1
@@ -284,7 +279,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     course = COURSES[args.course]
     recipe = replace(course.recipe, learning_rate=args.learning_rate, tokens=args.tokens or course.recipe.tokens)
-    out: Path = args.out or trained_here(course.name)
+    out: Path = args.out or Path(".eyrie/targets") / course.name
     work: Path = args.work or out.with_name(f"{out.name}-work")
     work.mkdir(parents=True, exist_ok=True)
     run(replace(course, recipe=recipe), out, work)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.quickstart.pretrain import COURSES, run
-from eyrie_api.contract.targets import QUICKSTART_OLMO
+from benchmarks.quickstart.pretrain import COURSES, QUICKSTART_OLMO, run
 
 NUM_LAYERS = 8
 """The fewest of which three layers are captured as of a deep model, windows in three of four."""

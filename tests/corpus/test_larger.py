@@ -14,9 +14,7 @@ from benchmarks.quickstart import card as write_card
 from benchmarks.quickstart import entropy, library, pretrain
 from benchmarks.quickstart.corpus.streams import is_held_out, training_stream, user_prompts
 from benchmarks.quickstart.llama import Llama
-from eyrie_api.contract.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE, QUICKSTART_OLMO, TargetSpec
-from eyrie_api.errors import TargetNotFound
-from eyrie_api.planning.facts import target_dir
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 
@@ -77,20 +75,12 @@ def course(name: str, **shape: object) -> pretrain.Course:
     return replace(real, shape=small, recipe=replace(real.recipe, tokens=6 * 2048, warmup_steps=1))
 
 
-def test_a_course_trains_resumes_from_its_state_and_is_found_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EYRIE_HOME", str(tmp_path))
-    asked = TargetSpec(model=QUICKSTART_LARGE)
-    for find in (resolve, target_dir):
-        with pytest.raises(TargetNotFound) as missing:
-            find(asked)
-        assert "pretrain --larger" in missing.value.hint
-    out = tmp_path / "targets" / QUICKSTART_LARGE
+def test_a_course_trains_and_resumes_from_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "targets" / pretrain.QUICKSTART_LARGE
     (tmp_path / "work").mkdir()
-    made = replace(course(QUICKSTART_LARGE), stream=training_stream)  # reading the whole library takes seconds
+    made = replace(course(pretrain.QUICKSTART_LARGE), stream=training_stream)  # reading the whole library takes seconds
     pretrain.run(made, out, tmp_path / "work", num_validation=4, num_tokenizer=40)
     assert "step 6/6" in capsys.readouterr().out
-    assert resolve(asked) == target_dir(asked) == out
     assert load_target(out).config.num_layers == 4
     weights = (out / "model.safetensors").read_bytes()
     pretrain.run(made, out, tmp_path / "work", num_validation=4)
@@ -102,7 +92,7 @@ def test_a_course_trains_resumes_from_its_state_and_is_found_by_name(tmp_path: P
     assert write_card.readme({**card, "curve": [], "finished": False}).startswith("# Eyrie quickstart large target")
 
 
-@pytest.mark.parametrize(("name", "kind"), [(QUICKSTART_HYBRID, "qwen2"), (QUICKSTART_OLMO, "olmo3")])
+@pytest.mark.parametrize(("name", "kind"), [(pretrain.QUICKSTART_HYBRID, "qwen2"), (pretrain.QUICKSTART_OLMO, "olmo3")])
 def test_targets_with_windows_are_known_to_transformers_and_to_us(name: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = course(name, sliding_window=5).shape

@@ -4,9 +4,7 @@ Architecture names are the entries of `architectures` in a Hugging Face `config.
 forward pass in `eyrie_workers.targets`, then list it here.
 """
 
-import os
 import re
-from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import ConfigDict, Field
@@ -19,27 +17,6 @@ SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
 
 QUICKSTART = "quickstart"
 """The model, conversations and suites shipped with Eyrie; `quickstart:<suite>` names one suite."""
-
-QUICKSTART_LARGE = "quickstart-large"
-"""A deeper target of less predictable text. Not shipped: `python -m benchmarks.quickstart.pretrain --larger`."""
-
-QUICKSTART_HYBRID = "quickstart-hybrid"
-"""A target with windows in three layers of four. Not shipped: `... --hybrid`."""
-
-QUICKSTART_OLMO = "quickstart-olmo"
-"""A small Olmo 3. Not shipped: `... --olmo`."""
-
-TRAINED_HERE: dict[str, str] = {
-    QUICKSTART_LARGE: "python -m benchmarks.quickstart.pretrain --larger",
-    QUICKSTART_HYBRID: "python -m benchmarks.quickstart.pretrain --hybrid",
-    QUICKSTART_OLMO: "python -m benchmarks.quickstart.pretrain --olmo"}
-"""Targets that are trained on this machine, and the command that trains each."""
-
-
-def trained_here(name: str) -> Path:
-    """Directory of a target of `TRAINED_HERE`: below EYRIE_HOME, or ~/.eyrie."""
-    return Path(os.environ.get("EYRIE_HOME", "~/.eyrie")).expanduser().absolute() / "targets" / name
-
 
 QUICKSTART_SUITE_NAMES: tuple[str, ...] = ("chat", "math", "code", "tools")
 

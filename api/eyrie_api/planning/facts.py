@@ -23,15 +23,7 @@ from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.resolved import PlacedGpus
-from eyrie_api.contract.targets import (
-    HELD_OUT,
-    QUICKSTART,
-    TRAINED_HERE,
-    JobTarget,
-    is_hub_id,
-    is_revision,
-    trained_here,
-)
+from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, JobTarget, is_hub_id, is_revision
 from eyrie_api.data_files import GZIP, SUFFIXES, data_files, is_pattern, is_remote
 from eyrie_api.errors import InvalidInput, NoUsableData, TargetNotFound
 from eyrie_api.file_rules import open_file
@@ -265,12 +257,6 @@ def target_dir(target: JobTarget) -> Path | None:
     TargetNotFound when the model is neither a directory here nor a Hub id, or its revision cannot be one."""
     if target.model == QUICKSTART:
         return quickstart_dir()
-    if target.model in TRAINED_HERE:
-        made = trained_here(target.model)
-        if not (made / "config.json").is_file():
-            raise TargetNotFound(f"target.model {target.model!r} is not in {made}",
-                                 f"run `{TRAINED_HERE[target.model]}`")
-        return made
     path = local_path(target.model)
     if path is not None:
         if not path.is_dir():

@@ -23,7 +23,7 @@ from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.resolved import CapturedLayers, Demand, PlacedGpus, ResolvedJob
 from eyrie_api.contract.serving import EndpointServeSpec, ServeSpec
 from eyrie_api.contract.stages import ComparedMix
-from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, TRAINED_HERE, JobTarget, resolve_dtype
+from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, JobTarget, resolve_dtype
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.facts import Device, Facts, stored_dtype
@@ -141,8 +141,8 @@ def replicas_of(serve: ServeSpec, profile: ClusterProfile | None) -> int:
 def with_gpu_defaults(spec: JobSpec, *, has_sglang: bool, num_gpus: int = 1) -> JobSpec:
     """The job with what it omits and what a target of one's own needs on GPUs: SGLang, where there is one (it computes
     no float32 there), as many requests at once as the `num_gpus` of regeneration hold (none: on CPUs), and more
-    conversations than are right for the shipped targets."""
-    if spec.target.model in (QUICKSTART, *TRAINED_HERE):
+    conversations than are right for the shipped target."""
+    if spec.target.model == QUICKSTART:
         return spec
     if has_sglang and "kind" not in spec.engine.model_fields_set and spec.target.dtype != "float32":
         spec = spec.model_copy(update={"engine": EngineSpec.model_validate({**dict(spec.engine), "kind": "sglang"})})
@@ -197,7 +197,7 @@ def _with_suites(spec: JobSpec, known_rows: int | None) -> JobSpec:
     """
     data, suites = spec.data, spec.benchmark.suites
     if not spec.trains:
-        if "suites" not in spec.benchmark.model_fields_set and spec.target.model not in (QUICKSTART, *TRAINED_HERE):
+        if "suites" not in spec.benchmark.model_fields_set and spec.target.model != QUICKSTART:
             raise InvalidInput("benchmark.suites is omitted, and a job with drafters has no data to hold prompts out "
                                "of", "name suites: a file of `messages` or `prompt` rows, or a Hub data set")
         return spec

@@ -3,10 +3,10 @@
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
 They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
 checkpoint and the model at once (`CheckpointTensors`).
-`quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
-fetched by huggingface_hub into its usual cache, and only the files we read; on a cluster with a model cache it is read
-there (`model_cache`). The digest names what was read, so that an artifact says which target it belongs to. Digests of
-large files are kept for one user of a machine, so that stages and jobs do not each hash a target's weights.
+`quickstart` is the model shipped inside this package; a Hub id is fetched by huggingface_hub into its usual cache, and
+only the files we read; on a cluster with a model cache it is read there (`model_cache`). The digest names what was
+read, so that an artifact says which target it belongs to. Digests of large files are kept for one user of a machine, so
+that stages and jobs do not each hash a target's weights.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes, digest_file, read_sealed, write_sealed
 from eyrie_api.contract.model import Digest, Frozen
-from eyrie_api.contract.targets import TRAINED_HERE, TargetSpec, trained_here
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, MemoryTooSmall, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.quantised import Matrix, Quantisation, read_quantisation
 from eyrie_api.planning.target_config import has_tied_embeddings, language_model
@@ -59,13 +59,6 @@ def resolve(spec: TargetSpec) -> Path:
             raise TargetNotFound(f"the quickstart target is not in {_QUICKSTART_DIR}",
                                  "run `python -m benchmarks.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
-    if spec.model in TRAINED_HERE:
-        path, card = trained_here(spec.model), trained_here(spec.model) / "card.json"
-        if not card.exists() or not read_json(card).get("finished"):
-            raise TargetNotFound(
-                f"target.model {spec.model!r} is not {'finished' if card.exists() else 'there'} in {path}",
-                f"run `{TRAINED_HERE[spec.model]}`, which resumes an unfinished run (below EYRIE_HOME)")
-        return path
     local = Path(spec.model).expanduser()
     if local.is_dir():
         if not (local / "config.json").exists():
