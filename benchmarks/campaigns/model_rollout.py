@@ -22,6 +22,7 @@ from eyrie_operator.cluster import reconcile as resources
 from eyrie_operator.cluster.objects import difference, is_applied, with_digest
 from eyrie_operator.cluster.resources import read_endpoint
 from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
@@ -272,7 +273,7 @@ class RolloutWorld(EndpointRow):
         if engine.state != "healthy":
             return engine
         rounds, tokens, since = self.windows[engine.revision]
-        return replace(engine, window_rounds=rounds, window_tokens=tokens, window_since=since)
+        return replace(engine, window=EngineCounters(rounds, tokens), window_since=since)
 
     # What the world does.
 

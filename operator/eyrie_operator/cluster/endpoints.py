@@ -266,10 +266,7 @@ class EndpointReconciler:
         if began is None:
             began = Window(since=snapshot.now, counts=dict(counts))
             self._write_window(snapshot, workload, WINDOW, began)
-        total = increase(counts, began.counts)
-        return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
-                       window_accepted=total.accepted, window_requests=total.requests,
-                       window_generated=total.generated, window_since=began.since, counted=counts)
+        return replace(engine, window=increase(counts, began.counts), window_since=began.since, counted=counts)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:
