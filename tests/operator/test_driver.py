@@ -85,7 +85,7 @@ class Harness:
 
     def fail(self, job_id: str, stage: StageName) -> None:
         """End the run and write what one leaves whose stage after regenerate failed."""
-        directory, run = self.directory(job_id), local.observe(self.directory(job_id)).handle
+        directory, run = self.directory(job_id), local.find_handle(self.directory(job_id))
         assert run is not None
         local.stop(directory, grace_s=0.0)
         lay_out(directory, job_id, self.jobs.get(job_id).spec)
@@ -201,7 +201,7 @@ def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harnes
     job_id = harness.submit()
     harness.driver.advance(job_id)
     assert wait_until(lambda: "regenerate" in rehearsal.starts(), LIMIT_S)
-    handle = local.observe(harness.directory(job_id)).handle
+    handle = local.find_handle(harness.directory(job_id))
     assert handle is not None
     harness.jobs.cancel(job_id)
     harness.driver.advance(job_id)
@@ -242,7 +242,7 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
     harness.driver.advance(job_id)
     assert harness.jobs.get(job_id).status.phase == "Running"
-    handle = local.observe(harness.directory(job_id)).handle
+    handle = local.find_handle(harness.directory(job_id))
     assert handle is not None
     assert handle.starts == 1  # adopted, not started again
     # Now the machine itself goes down: everything of the run dies, and the next look starts it again.
@@ -278,7 +278,7 @@ def test_a_run_that_another_driver_started_meanwhile_is_followed_and_not_started
     assert harness.jobs.get(job_id).status.phase != "Failed", harness.jobs.get(job_id).status
     harness.driver.advance(job_id)
     assert harness.jobs.get(job_id).status.phase == "Running"
-    followed = local.observe(harness.directory(job_id)).handle
+    followed = local.find_handle(harness.directory(job_id))
     assert followed is not None
     assert (followed.run_id, followed.starts) == (run.run_id, 1)
 
@@ -413,7 +413,7 @@ def test_a_job_of_a_restored_backup_continues_from_files_that_are_newer_than_its
     restored = Harness(harness.settings.home)
     try:
         status = restored.jobs.get(job_id).status
-        handle = local.observe(restored.directory(job_id)).handle
+        handle = local.find_handle(restored.directory(job_id))
         assert handle is not None
         assert (status.phase, status.attempt, handle.attempt) == ("Running", 1, 2)
         status = restored.drive(job_id).status
