@@ -101,11 +101,11 @@ class RunNotStarted(Permanent):
 
 
 class LocalRunner(Runner):
-    """Runs of one home directory, at most `max_runs` at once. Stages work in the job's own directory: nothing has to be
-    downloaded or uploaded."""
+    """Runs of one home directory, one at a time. Stages work in the job's own directory: nothing has to be downloaded
+    or uploaded."""
 
-    def __init__(self, home: Path, *, max_runs: int = 1) -> None:
-        self._home, self._max_runs = home.absolute(), max_runs
+    def __init__(self, home: Path) -> None:
+        self._home = home.absolute()
 
     def observe(self, job_id: str) -> ObservedRun:
         return observe(self._dir(job_id))
@@ -132,16 +132,14 @@ class LocalRunner(Runner):
         stop(self._dir(job_id))
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
-        """See `Runner`: fewer than `max_runs` run and no older job waits. Counts processes, not database rows."""
-        older, running, older_waits = True, 0, False
+        """See `Runner`: no other job runs and no older one waits. Counts processes, not database rows."""
+        is_older = True
         for other in live:
             if other == job_id:
-                older = False
-                continue
-            state = observe(self._dir(other)).state
-            running += state == "running"
-            older_waits = older_waits or (older and state == "none")
-        return running < self._max_runs and not older_waits
+                is_older = False
+            elif (state := observe(self._dir(other)).state) == "running" or (is_older and state == "none"):
+                return False
+        return True
 
     def _dir(self, job_id: str) -> Path:
         return self._home / "jobs" / job_id

@@ -59,7 +59,6 @@ from eyrie_operator.jobs.observation import (
     OUTCOME_FILE,
     AttemptOutcome,
     changes,
-    finished_manifests,
     observe_serving,
     observe_stages,
     outcome_of,
@@ -230,8 +229,8 @@ class Driver:
         job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
         tuned = read_manifest(stage_dir(job_dir, "tune")).report
         assert isinstance(tuned, TuneReport)
-        benchmarks = [manifest.report for manifest in finished_manifests(job, resolved, job_dir)
-                      if isinstance(manifest.report, BenchmarkReport)]
+        finished = (stage.manifest.report for stage in observe_stages(job, resolved, job_dir) if stage.manifest)
+        benchmarks = [report for report in finished if isinstance(report, BenchmarkReport)]
         for report in benchmarks:
             if report.dropped is None:
                 self._record(job.id, resolved, report, tuned=False)
