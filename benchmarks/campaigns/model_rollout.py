@@ -42,10 +42,9 @@ from eyrie_operator.manifests.rollout import (
     observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
-    steady_state,
 )
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint
-from tests.operator.manifests.samples import deployment, rich
+from tests.operator.manifests.samples import deployment, rich, steady_state
 
 NAME = "default"
 MAX_PROPOSALS = 6

@@ -28,7 +28,6 @@ from datetime import datetime
 from typing import Any, Literal
 
 from eyrie_api.contract.promotion import CanarySpec
-from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
@@ -88,14 +87,6 @@ class ObjectRef:
     api_version: str
     kind: str
     name: str
-
-
-def steady_state(endpoint: Endpoint) -> RolloutState:
-    """The state without a rollout in progress: the active revision serves, a candidate runs without a share."""
-    if endpoint.desired == "off":
-        return RolloutState()
-    numbers = {number for number in (endpoint.active_revision, endpoint.candidate_revision) if number is not None}
-    return RolloutState(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
 
 
 def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
