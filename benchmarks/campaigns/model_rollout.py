@@ -209,18 +209,18 @@ class RolloutWorld(EndpointRow):
             self.pods[revision], self.windows[revision] = "starting", (0.0, 0.0, self.now)
 
     def _delete_obsolete(self, manifests: tuple[Manifest, ...]) -> None:
-        for one in obsolete_objects(NAME, list(self.objects.values()), manifests):
-            there = self.objects[(one.kind, one.name)]
+        for there in obsolete_objects(NAME, list(self.objects.values()), manifests):
+            kind, name = there["kind"], there["metadata"]["name"]
             if "deletionTimestamp" in there["metadata"]:
                 continue
             self._write()
             revision = there["metadata"]["labels"].get(REVISION_LABEL)
-            if one.kind == "Deployment" and self.endpoint is not None and self.endpoint.desired == "on":
+            if kind == "Deployment" and self.endpoint is not None and self.endpoint.desired == "on":
                 expect(current_state(NAME, self.objects.values()).serving != int(revision),
                        "no engine is deleted while the Service selects it", revision=revision)
             there["metadata"]["deletionTimestamp"] = self.now.isoformat()
             if self.rng.random() < 0.5:
-                self._end_deletion((one.kind, one.name))
+                self._end_deletion((kind, name))
 
     def _end_deletion(self, key: Key) -> None:
         gone = self.objects.pop(key)

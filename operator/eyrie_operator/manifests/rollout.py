@@ -82,13 +82,6 @@ class RolloutState:
     """The revision that has a share of the requests."""
 
 
-@dataclass(frozen=True)
-class ObjectRef:
-    api_version: str
-    kind: str
-    name: str
-
-
 def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
     """The desired state: `before` changed by the actions of a plan."""
     wanted = before
@@ -147,13 +140,13 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
-                     manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
+                     manifests: Iterable[Manifest]) -> tuple[_Object, ...]:
     """Objects of the endpoint that are not rendered any more, to be deleted.
 
     Objects created by controllers from ours (pods, ReplicaSets, an autoscaler) are garbage-collected with their owner.
     """
     rendered = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
-    return tuple(ObjectRef(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in objects
+    return tuple(each for each in objects
                  if each["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint and each["kind"] in KINDS
                  and (each["kind"], each["metadata"]["name"]) not in rendered)
 

@@ -100,7 +100,7 @@ def embedded(**changes: Any) -> EndpointDeployment:
         return ["python3", *EngineCommand(target="quickstart", model="q", use=use, host="0.0.0.0",
                                           port=port).argv()[1:]]
 
-    return deployment(**({"engine": EmbeddedEnginePods("quickstart", argv),
+    return deployment(**({"engine": EmbeddedEnginePods(argv),
                           "placement": Placement(image="eyrie-workers:test")} | changes))
 
 

@@ -436,7 +436,7 @@ def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     plan = replace(PLAN, target=replace(PLAN.target, model=named))
     [pod] = pods(render(endpoint(active=1), deployment(engine=SglangPods(plan))))
     assert flag(engine(pod), "--model-path") == written
-    ours = EmbeddedEnginePods(named, lambda use, port: ["python3", "--target", named])
+    ours = EmbeddedEnginePods(lambda use, port: ["python3", "--target", named])
     [pod] = pods(render(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
 

@@ -16,7 +16,6 @@ from eyrie_operator.endpoints.plan import CANARY_ERRORS, Activate, ObservedCanar
 from eyrie_operator.manifests.deployment import EndpointDeployment, Manifest
 from eyrie_operator.manifests.objects import base_url, render_endpoint, weights
 from eyrie_operator.manifests.rollout import (
-    ObjectRef,
     RolloutState,
     apply_plan,
     current_state,
@@ -56,7 +55,7 @@ class Cluster:
         rendered = render_endpoint(found, self.spec, wanted)
         gone = obsolete_objects(found.name, self.objects, rendered)
         assert {(one["kind"], one["metadata"]["name"]) for one in (*self.objects, *rendered)} == (
-            {(one.kind, one.name) for one in gone} | {(one["kind"], one["metadata"]["name"]) for one in rendered})
+            {(one["kind"], one["metadata"]["name"]) for one in (*gone, *rendered)})
         self.objects = rendered
         for action in plan.actions:
             if isinstance(action, Activate):
@@ -204,6 +203,6 @@ def test_only_what_is_ours_and_superseded_is_named_for_deletion() -> None:
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "labels": {"eyrie.dev/endpoint": "chat"}}},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "labels": {"eyrie.dev/endpoint": "other"}}}]
     after = render(endpoint(active=2), deployment())
-    assert set(obsolete_objects("chat", [*before, *strangers], after)) == {
-        ObjectRef("apps/v1", "Deployment", "eyrie-chat-r1"), ObjectRef("v1", "Service", "eyrie-chat-r1-http"),
-        ObjectRef("policy/v1", "PodDisruptionBudget", "eyrie-chat-r1")}
+    gone = obsolete_objects("chat", [*before, *strangers], after)
+    assert {(one["kind"], one["metadata"]["name"]) for one in gone} == {
+        ("Deployment", "eyrie-chat-r1"), ("Service", "eyrie-chat-r1-http"), ("PodDisruptionBudget", "eyrie-chat-r1")}
