@@ -101,8 +101,8 @@ class Home:
         wanted = [self.kept / name for name in _DATABASE]
         for job in (self.ended, self.killed, self.failed):
             directory = self.kept / "jobs" / job
-            wanted += [directory / name for name in ("job.json", "outcome.json", "report.json", "run/run.json",
-                                                     "run/result.json", "run/failure.json")]
+            wanted += [directory / name for name in ("job.json", "outcome.json", "run/run.json", "run/result.json",
+                                                     "run/failure.json")]
             wanted += [path for pattern in ("**/manifest.json", "**/events.jsonl", "**/failure.json", "**/spec.json",
                                             "regenerate/*.jsonl")
                        for path in sorted((directory / "stages").glob(pattern))]

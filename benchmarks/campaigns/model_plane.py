@@ -23,6 +23,7 @@ from eyrie_api.contract.status import Endpoint, JobStatus
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_operator.conditions import is_over, is_true
 from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.jobs.observation import changes, observe_serving
 from eyrie_operator.jobs.reconcile import (
@@ -217,8 +218,7 @@ class PlaneWorld(EndpointRow):
         assert self.endpoint is not None
         engines = tuple(act.ObservedEngine(
             revision, engine.state, engine.started_at, engine.starts, engine.retiring_since,  # type: ignore[arg-type]
-            window_rounds=engine.rounds, window_tokens=engine.tokens, window_since=engine.window_since,
-            alone=engine.alone)
+            window=EngineCounters(engine.rounds, engine.tokens), window_since=engine.window_since, alone=engine.alone)
             for revision, engine in self.engines.items())
         route = self.route
         routed = None

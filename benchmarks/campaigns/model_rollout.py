@@ -22,6 +22,7 @@ from eyrie_operator.cluster import reconcile as resources
 from eyrie_operator.cluster.objects import difference, is_applied, with_digest
 from eyrie_operator.cluster.resources import read_endpoint
 from eyrie_operator.endpoints import plan as act
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.manifests.deployment import (
     ENDPOINT_LABEL,
@@ -41,10 +42,9 @@ from eyrie_operator.manifests.rollout import (
     observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
-    steady_state,
 )
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint
-from tests.operator.manifests.samples import deployment, rich
+from tests.operator.manifests.samples import deployment, rich, steady_state
 
 NAME = "default"
 MAX_PROPOSALS = 6
@@ -209,18 +209,18 @@ class RolloutWorld(EndpointRow):
             self.pods[revision], self.windows[revision] = "starting", (0.0, 0.0, self.now)
 
     def _delete_obsolete(self, manifests: tuple[Manifest, ...]) -> None:
-        for one in obsolete_objects(NAME, list(self.objects.values()), manifests):
-            there = self.objects[(one.kind, one.name)]
+        for there in obsolete_objects(NAME, list(self.objects.values()), manifests):
+            kind, name = there["kind"], there["metadata"]["name"]
             if "deletionTimestamp" in there["metadata"]:
                 continue
             self._write()
             revision = there["metadata"]["labels"].get(REVISION_LABEL)
-            if one.kind == "Deployment" and self.endpoint is not None and self.endpoint.desired == "on":
+            if kind == "Deployment" and self.endpoint is not None and self.endpoint.desired == "on":
                 expect(current_state(NAME, self.objects.values()).serving != int(revision),
                        "no engine is deleted while the Service selects it", revision=revision)
             there["metadata"]["deletionTimestamp"] = self.now.isoformat()
             if self.rng.random() < 0.5:
-                self._end_deletion((one.kind, one.name))
+                self._end_deletion((kind, name))
 
     def _end_deletion(self, key: Key) -> None:
         gone = self.objects.pop(key)
@@ -272,7 +272,7 @@ class RolloutWorld(EndpointRow):
         if engine.state != "healthy":
             return engine
         rounds, tokens, since = self.windows[engine.revision]
-        return replace(engine, window_rounds=rounds, window_tokens=tokens, window_since=since)
+        return replace(engine, window=EngineCounters(rounds, tokens), window_since=since)
 
     # What the world does.
 

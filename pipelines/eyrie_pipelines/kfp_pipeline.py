@@ -10,10 +10,9 @@ after the prefetch task.
 The sweep task trains all candidates of a job in one program where that is cheaper (`ResolvedJob.trains_together`); the
 train tasks then find their manifests. Otherwise it returns at once, and a cluster's pipeline is compiled without it.
 
-On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local. For a cluster `placement` passes a
-function to `define` that places each task, and compiles the result (`python -m eyrie_pipelines.kfp_pipeline --compile
-out.yaml` writes the pipeline without placements). The components install nothing at run time and contain calls into
-`tasks` and `run_artifacts` alone, so that all logic is testable without kfp.
+On one machine `eyrie_pipelines.local` calls the pipeline under kfp.local. For a cluster `placement` passes a function
+to `define` that places each task, and compiles the result. The components install nothing at run time and contain calls
+into `tasks` and `run_artifacts` alone, so that all logic is testable without kfp.
 
 Stages find their inputs in the work area, by references in parameters. Artifacts are for people: what a stage made
 becomes a typed artifact (`run_artifacts`), and the stages that use it receive it, so that Kubeflow shows the lineage.
@@ -32,13 +31,11 @@ Differences of kfp.local 2.17 from a cluster, and how the definition avoids them
   directory.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from kfp import compiler, dsl
+from kfp import dsl
 
 from eyrie_api.contract.stages import StageName
 
@@ -253,23 +250,3 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
         return proven.outputs["Output"]  # type: ignore[no-any-return]
 
     return train_drafter
-
-
-train_drafter = define()
-
-
-def compile_to(path: Path) -> None:
-    """Write the pipeline's intermediate representation for a cluster."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    compiler.Compiler().compile(train_drafter, str(path))
-
-
-def main() -> None:
-    """`python -m eyrie_pipelines.kfp_pipeline --compile out.yaml`."""
-    parser = argparse.ArgumentParser(description="Compile the drafter pipeline for a cluster.")
-    parser.add_argument("--compile", type=Path, required=True, metavar="OUT", help="YAML file to write")
-    compile_to(parser.parse_args().compile)
-
-
-if __name__ == "__main__":
-    main()

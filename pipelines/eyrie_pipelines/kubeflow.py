@@ -70,7 +70,6 @@ _UNEXPLAINED_FAILURES = 3
 """Starts of an attempt without progress after which a failed run without a stage failure counts as failed."""
 
 _COUNTING = f"{RUN_DIR}/counting.json"
-_DRIVER_FILES = ("outcome.json", "report.json")
 
 
 class Counting(Frozen):
@@ -186,7 +185,7 @@ class KubeflowRunner(Runner):
         """See `Runner`: events and logs of unfinished stages, manifests of finished ones."""
         if self._store is None:
             return
-        for name in (RUN_FAILURE, *_DRIVER_FILES):
+        for name in (RUN_FAILURE, "outcome.json"):  # which the driver writes
             self._fetch(self._dir(job_id) / name)
         for stage in STAGES:
             keys = stage_keys(job, self._dir(job_id), stage)

@@ -96,40 +96,19 @@ class RunResult(Frozen):
     finished_at: datetime
 
 
-class RunObservation(Frozen):
-    """The latest run of a job, from its files and the process table."""
-
-    state: RunState
-    """none: never started. gone: a process of the run died and no stage failed (killed, or the machine went down)."""
-
-    handle: RunHandle | None = None
-    result: RunResult | None = None
-
-
 class RunNotStarted(Permanent):
     """The run's process ended before it wrote `run.json`."""
 
 
 class LocalRunner(Runner):
-    """Runs of one home directory, at most `max_runs` at once. Stages work in the job's own directory: nothing has to be
-    downloaded or uploaded."""
+    """Runs of one home directory, one at a time. Stages work in the job's own directory: nothing has to be downloaded
+    or uploaded."""
 
-    def __init__(self, home: Path, *, max_runs: int = 1) -> None:
-        self._home, self._max_runs = home.absolute(), max_runs
+    def __init__(self, home: Path) -> None:
+        self._home = home.absolute()
 
     def observe(self, job_id: str) -> ObservedRun:
-        run = observe(self._dir(job_id))
-        if run.handle is None:
-            return ObservedRun()
-        first, failure = None if run.result is None else run.result.failure, None
-        if first is not None:
-            failure = RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
-        directory = self._dir(job_id)
-        words = last_lines(directory / RUN_DIR / _LOG_FILE) if run.state == "gone" else ""
-        return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
-                           run_id=run.handle.run_id, failure=failure, last_words=words,
-                           since=run.handle.since, started_at=run.handle.started_at,
-                           leftovers=run.state != "running" and bool(live_processes(directory)))
+        return observe(self._dir(job_id))
 
     def start(self, job: JobFile) -> None:
         """See `Runner`, and `start` in this module. Race: a driver whose start took longer than its lease, or was
@@ -153,16 +132,14 @@ class LocalRunner(Runner):
         stop(self._dir(job_id))
 
     def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
-        """See `Runner`: fewer than `max_runs` run and no older job waits. Counts processes, not database rows."""
-        older, running, older_waits = True, 0, False
+        """See `Runner`: no other job runs and no older one waits. Counts processes, not database rows."""
+        is_older = True
         for other in live:
             if other == job_id:
-                older = False
-                continue
-            state = observe(self._dir(other)).state
-            running += state == "running"
-            older_waits = older_waits or (older and state == "none")
-        return running < self._max_runs and not older_waits
+                is_older = False
+            elif (state := observe(self._dir(other)).state) == "running" or (is_older and state == "none"):
+                return False
+        return True
 
     def _dir(self, job_id: str) -> Path:
         return self._home / "jobs" / job_id
@@ -177,11 +154,11 @@ def start(job_dir: Path, job: JobFile) -> RunHandle:
     job_dir = job_dir.resolve()
     if is_short(job_dir):
         raise disk_full(job_dir)
-    seen = observe(job_dir)
-    if seen.state == "running":
+    last = find_handle(job_dir)
+    if observe(job_dir).state == "running":
         raise Conflict(f"a run of job {job.id} is alive", "cancel it first")
-    if seen.handle is not None:  # its leader has ended; stages it started may still run
-        stop_group(seen.handle.process, GRACE_S)
+    if last is not None:  # its leader has ended; stages it started may still run
+        stop_group(last.process, GRACE_S)
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
     before = read_record(job_dir / JOB_FILE, JobFile)
@@ -212,26 +189,34 @@ def start(job_dir: Path, job: JobFile) -> RunHandle:
     raise Transient(f"the run of job {job.id} did not come up within {_START_TIMEOUT_S:.0f} s")
 
 
-def observe(job_dir: Path) -> RunObservation:
+def observe(job_dir: Path) -> ObservedRun:
     """The latest run, from files and the process table; works in any process, not only the one that started it."""
-    run_dir = job_dir / RUN_DIR
-    handle = read_record(run_dir / "run.json", RunHandle) or _find_leader(job_dir)
+    handle = find_handle(job_dir)
     if handle is None:
-        return RunObservation(state="none")
-    alive = is_alive(handle.process)
+        return ObservedRun()
+    state: RunState = "running" if is_alive(handle.process) else "gone"
     # Race: the leader may end between the two reads. Its result is read last, so that a finished run never reads as
     # gone.
-    result = read_record(run_dir / "result.json", RunResult)
+    result, failure = read_record(job_dir / RUN_DIR / "result.json", RunResult), None
     if result is not None and result.run_id == handle.run_id:
         # Without a stage's own record a process between leader and stage program died: that run is gone, not failed.
-        lost = result.state == "failed" and result.failure is None
-        return RunObservation(state="gone" if lost else result.state, handle=handle, result=result)
-    return RunObservation(state="running" if alive else "gone", handle=handle)
+        state = "gone" if result.state == "failed" and result.failure is None else result.state
+        if (first := result.failure) is not None:
+            failure = RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
+    return ObservedRun(state, handle.attempt, handle.starts, handle.run_id, failure, since=handle.since,
+                       started_at=handle.started_at,
+                       leftovers=state != "running" and bool(group_members(handle.process.pid)),
+                       last_words=last_lines(job_dir / RUN_DIR / _LOG_FILE) if state == "gone" else "")
+
+
+def find_handle(job_dir: Path) -> RunHandle | None:
+    """The leader of the latest run, which may have ended; None where none was started."""
+    return read_record(job_dir / RUN_DIR / "run.json", RunHandle) or _find_leader(job_dir)
 
 
 def stop(job_dir: Path, grace_s: float = GRACE_S) -> None:
     """Stop the latest run with every process of its group: SIGTERM, then SIGKILL after `grace_s` seconds."""
-    handle = observe(job_dir).handle
+    handle = find_handle(job_dir)
     if handle is not None:
         stop_group(handle.process, grace_s)
 
@@ -244,7 +229,7 @@ def pause(job_dir: Path, grace_s: float = GRACE_S) -> None:
 
 def live_processes(job_dir: Path) -> list[int]:
     """Running processes of the latest run's group."""
-    handle = observe(job_dir).handle
+    handle = find_handle(job_dir)
     return [] if handle is None else group_members(handle.process.pid)
 
 

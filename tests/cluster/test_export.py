@@ -11,14 +11,14 @@ from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.manifests.export import ServedDecision, objects
 from tests.cluster.patience import eventually
 from tests.operator.manifests.samples import ADAPTIVE
-from tests.operator.test_export import DRAFTER, SERVED, TARGET, USE
+from tests.operator.test_export import DRAFTER, TARGET, served_as
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("served", [
-    replace(SERVED, use=USE.model_copy(update={"map": ADAPTIVE})),
-    replace(SERVED, target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/home/jobs/c"),
-            machine=profile("cpu"), dtype="float32")], ids=["adaptive", "files on a cpu"])
+    served_as(map=ADAPTIVE),
+    served_as(target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/home/jobs/c"),
+              machine=profile("cpu"), dtype="float32")], ids=["adaptive", "files on a cpu"])
 def test_a_cluster_accepts_the_exported_objects_and_makes_a_pod_of_them(
         served: ServedDecision, engine: Any, cluster: Cluster, namespace: str) -> None:
     made = objects(served, engine).kubernetes

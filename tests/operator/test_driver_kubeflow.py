@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from eyrie_api.artifacts.local import LocalStore
-from eyrie_api.artifacts.store import StoreUnavailable
 from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.contract.placement import Placement, S3Work
 from eyrie_api.contract.records import Failure
@@ -98,27 +97,6 @@ def test_a_failed_stage_fails_the_job_with_its_own_words(harness: Harness) -> No
     assert failed is not None
     assert (failed.reason, harness.phase(job_id)) == ("TargetNotFound", "Failed")
     assert "correct target.model" in failed.message
-    assert harness.store.stat(f"jobs/{job_id}/report.json") is not None
-
-
-def test_a_job_is_over_only_when_its_report_is_stored(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    job_id = harness.submit()
-    harness.driver.advance(job_id)
-    harness.fail(job_id)
-    report, write, refused = f"jobs/{job_id}/report.json", harness.store.write, list[str]()
-
-    def refuse_once(key: str, data: bytes) -> None:
-        if key == report and not refused:
-            refused.append(key)
-            raise StoreUnavailable("the bucket does not respond")
-        write(key, data)
-
-    monkeypatch.setattr(harness.store, "write", refuse_once)
-    harness.driver.advance(job_id)
-    assert (refused, harness.phase(job_id), harness.reason(job_id)) == ([report], "Running", "StoreUnavailable")
-    harness.driver.advance(job_id)
-    assert (harness.phase(job_id), harness.reason(job_id)) == ("Failed", "JobAccepted")
-    assert harness.store.stat(report) is not None
 
 
 def test_a_cancelled_job_is_cancelled_when_kubeflow_has_ended_its_run(harness: Harness) -> None:

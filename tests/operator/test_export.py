@@ -34,10 +34,14 @@ ENVIRONMENT = benchmark_report("c", {"chat": (2.0,)}).environment
 DRAFTER = DrafterCheckpoint("org/head", 4096)
 USE = DrafterUse(drafter_dir="org/head", setting=CHAIN)
 FOUR_GPUS = EngineSpec(kind="sglang", tp_size=4)
-SERVED = ServedDecision(name="chat", model="model", target=TARGET, dtype="bfloat16", machine=profile("h100"), use=USE,
-                        drafter=DRAFTER)
+SERVED = ServedDecision("chat", LaunchPlan(target=TARGET, machine=profile("h100"), served_model_name="model",
+                                           setting=CHAIN, drafter=DRAFTER))
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "max_position_embeddings": 8192}
 HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": 4096}
+
+
+def served_as(**changes: Any) -> ServedDecision:
+    return replace(SERVED, plan=replace(SERVED.plan, **changes))
 
 
 def tree(steps: int, top_k: int, tokens: int) -> Setting:
@@ -71,16 +75,15 @@ def test_sglangs_line_has_the_jobs_backend_and_arguments() -> None:
 
 
 def test_the_adaptive_file_comes_with_the_line_that_reads_it() -> None:
-    launch = sglang_launch(replace(SERVED, use=USE.model_copy(update={"map": ADAPTIVE})))
+    launch = sglang_launch(served_as(map=ADAPTIVE))
     assert option(launch.command, "--speculative-adaptive-config") == "adaptive.json"
     assert json.loads(launch.adaptive or "") == ADAPTIVE.adaptive
-    on_cpu = sglang_launch(replace(SERVED, machine=profile("cpu"), dtype="float32",
-                                   use=USE.model_copy(update={"map": ADAPTIVE})))
+    on_cpu = sglang_launch(served_as(machine=profile("cpu"), dtype="float32", map=ADAPTIVE))
     assert on_cpu.adaptive is None
     assert "no adaptive speculation on CPUs" in on_cpu.notes[0]
+    assert len(on_cpu.notes) == 2, "and that the image is for CUDA"
     unfollowed = OperatingMap(points=ADAPTIVE.points)
-    assert "has no form that SGLang follows" in sglang_launch(replace(
-        SERVED, use=USE.model_copy(update={"map": unfollowed}))).notes[0]
+    assert "has no form that SGLang follows" in sglang_launch(served_as(map=unfollowed)).notes[0]
 
 
 def test_vllms_line_has_the_same_target_limits_and_depth() -> None:
@@ -93,27 +96,24 @@ def test_vllms_line_has_the_same_target_limits_and_depth() -> None:
     assert any("eyrie certify --off URL --drafted URL" in note for note in launch.notes)
 
 
-@pytest.mark.parametrize(("use", "drafter", "says"), [
-    (USE.model_copy(update={"setting": tree(4, 4, 16)}), DRAFTER, "4/4/16 is served as a chain of 4"),
-    (USE.model_copy(update={"map": ADAPTIVE}), DRAFTER, "operating map is not exported to vLLM"),
-    (USE, replace(DRAFTER, algorithm="STANDALONE"), "draft models of Eyrie were not run in vLLM"),
-    (DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree)), None, "looks n-grams up in a request's own text"),
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"setting": tree(4, 4, 16)}, "4/4/16 is served as a chain of 4"),
+    ({"map": ADAPTIVE}, "operating map is not exported to vLLM"),
+    ({"drafter": replace(DRAFTER, algorithm="STANDALONE")}, "draft models of Eyrie were not run in vLLM"),
+    ({"setting": Setting(method="ngram", tree=CHAIN.tree), "drafter": None}, "n-grams up in a request's own text"),
 ])
-def test_what_vllm_serves_otherwise_than_it_was_measured_is_said(use: DrafterUse, drafter: DrafterCheckpoint | None,
-                                                                  says: str) -> None:
-    launch = vllm_launch(replace(SERVED, use=use, drafter=drafter))
+def test_what_vllm_serves_otherwise_than_it_was_measured_is_said(changes: dict[str, Any], says: str) -> None:
+    launch = vllm_launch(served_as(**changes))
     assert launch.refused == ""
     assert any(says in note for note in launch.notes)
     assert "--speculative-config" in launch.command
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"drafter": replace(DRAFTER, algorithm="EAGLE")}, "no drafter of this form .EAGLE."),
-    ({"drafter": replace(DRAFTER, algorithm=None)}, "a family that Eyrie alone serves"),
-    ({"drafter": replace(DRAFTER, algorithm="EAGLE"), "is_mtp": True}, "from the target itself .method mtp."),
-])
-def test_what_vllm_cannot_serve_is_refused_with_the_reason(changes: dict[str, Any], says: str) -> None:
-    launch = vllm_launch(replace(SERVED, **changes))
+@pytest.mark.parametrize(("algorithm", "is_mtp", "says"), [
+    ("EAGLE", False, "no drafter of this form .EAGLE."), (None, False, "a family that Eyrie alone serves"),
+    ("EAGLE", True, "from the target itself .method mtp.")])
+def test_what_vllm_cannot_serve_is_refused_with_the_reason(algorithm: Any, is_mtp: bool, says: str) -> None:
+    launch = vllm_launch(replace(served_as(drafter=replace(DRAFTER, algorithm=algorithm)), is_mtp=is_mtp))
     assert launch.command == ()
     assert re.search(says, launch.refused)
 
@@ -126,18 +126,17 @@ def test_what_sglang_cannot_serve_is_refused_and_vllms_objects_are_exported() ->
     assert "static" in result.sglang.refused
     [deployment, _] = result.objects.kubernetes
     assert deployment["spec"]["template"]["spec"]["containers"][0]["command"][:2] == ["vllm", "serve"]
-    neither = objects(replace(SERVED, drafter=replace(DRAFTER, algorithm=None)), "sglang")
+    neither = objects(served_as(drafter=replace(DRAFTER, algorithm=None)), "sglang")
     assert neither.kubernetes == ()
     assert "family that SGLang cannot serve" in neither.notes[0]
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("served", [
-    SERVED, replace(SERVED, use=DrafterUse(setting=OFF), drafter=None),
-    replace(SERVED, use=USE.model_copy(update={"map": ADAPTIVE}), engine=FOUR_GPUS),
-    replace(SERVED, target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/home/jobs/c")),
-    replace(SERVED, machine=profile("mi300x")),
-    replace(SERVED, machine=profile("cpu"), dtype="float32")], ids=["chain", "off", "adaptive", "files", "rocm", "cpu"])
+    SERVED, served_as(setting=OFF, drafter=None), served_as(map=ADAPTIVE, engine=FOUR_GPUS),
+    served_as(target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/home/jobs/c")),
+    served_as(machine=profile("mi300x")),
+    served_as(machine=profile("cpu"), dtype="float32")], ids=["chain", "off", "adaptive", "files", "rocm", "cpu"])
 def test_the_objects_fit_the_published_schemas(served: ServedDecision, engine: Any) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="holds the schemas (extra dev)")
     made = objects(served, engine)
@@ -145,7 +144,7 @@ def test_the_objects_fit_the_published_schemas(served: ServedDecision, engine: A
         for version in ("1.27", kubernetes_validate.latest_version()):
             kubernetes_validate.validate(each, version, strict=True)
     *configuration, service = made.kserve
-    assert [each["kind"] for each in configuration] == (["ConfigMap"] if served.use.map and engine == "sglang" else [])
+    assert [each["kind"] for each in configuration] == (["ConfigMap"] if served.plan.map and engine == "sglang" else [])
     jsonschema.validate(service, json.loads((SCHEMAS / "kserve_inferenceservice.json").read_text()))
     jsonschema.validate(made.llm_d, json.loads((SCHEMAS / "llm_d_values.json").read_text()))
     # The chart's schema leaves containers open: without the chart's own fields they are those of a pod.
@@ -167,8 +166,8 @@ def test_the_schema_checks_would_notice_a_misspelt_field() -> None:
 
 
 def test_directories_become_claims_and_gpus_are_asked_for() -> None:
-    served = replace(SERVED, target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/j/c"),
-                     engine=FOUR_GPUS, machine=profile("mi300x"))
+    served = served_as(target=replace(TARGET, model="/models/own"), drafter=replace(DRAFTER, directory="/j/c"),
+                       engine=FOUR_GPUS, machine=profile("mi300x"))
     made = objects(served, "sglang")
     pod = made.kubernetes[0]["spec"]["template"]["spec"]
     [container] = pod["containers"]

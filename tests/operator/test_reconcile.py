@@ -26,7 +26,6 @@ from eyrie_operator.jobs.reconcile import (
     Promote,
     StartRun,
     StopRun,
-    WriteReport,
     reconcile,
 )
 from eyrie_operator.unscheduled import GRACE
@@ -156,7 +155,7 @@ def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() ->
 def test_a_failed_run_fails_the_job_with_the_stages_own_words() -> None:
     failed = RunFailed("train", "base", "LossDiverged", "loss was nan at step 3", "lower train.learning_rate")
     plan = reconcile(SPEC, seen(run=ObservedRun("failed", 1, 1, failure=failed)), NOW)
-    assert plan.actions == (WriteReport(),)
+    assert plan.actions == ()
     assert plan.status.phase == "Failed"
     for kind in ("Failed", "Trained", "Succeeded"):
         found = find(plan.status.conditions, kind)
@@ -194,7 +193,7 @@ def test_a_finished_pipeline_is_decided_then_promoted_then_watched_until_it_serv
     assert waiting.actions == ()
     assert not is_over(waiting.status.conditions)
     done = reconcile(SPEC, seen(run=run, decision=YES, serving=ObservedServing("serving")), NOW)
-    assert done.actions == (WriteReport(),)
+    assert done.actions == ()
     assert done.status.phase == "Succeeded"
     assert is_true(done.status.conditions, "Serving")
 
@@ -203,7 +202,7 @@ def test_a_drafter_that_is_not_faster_does_not_serve_but_the_target_alone_does()
     run = ObservedRun("succeeded", 1, 1)
     assert reconcile(SPEC, seen(run=run, decision=NO), NOW).actions == (Promote("default"),)
     plan = reconcile(SPEC, seen(run=run, decision=NO, serving=ObservedServing("serving")), NOW)
-    assert plan.actions == (WriteReport(),)
+    assert plan.actions == ()
     assert plan.status.phase == "Succeeded"
     assert reason_of(plan.status, "Promoted") == "NotFaster"
 
@@ -212,7 +211,7 @@ def test_a_drafter_that_is_not_faster_does_not_serve_but_the_target_alone_does()
 def test_what_serves_is_left_alone_when_the_candidate_may_not_replace_it(verdict: str) -> None:
     decision = PromotionDecision(promote=False, verdict=verdict, reasons=("r",))  # type: ignore[arg-type]
     plan = reconcile(SPEC, seen(run=ObservedRun("succeeded", 1, 1), decision=decision), NOW)
-    assert plan.actions == (WriteReport(),)
+    assert plan.actions == ()
     assert plan.status.phase == "Succeeded"
 
 

@@ -12,6 +12,7 @@ from eyrie_api.contract.promotion import CanarySpec, DriftSpec
 from eyrie_api.contract.records import Wait
 from eyrie_api.contract.status import Endpoint, Revision
 from eyrie_api.contract.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import (
     CANARY_ROUNDS,
     KILL_MARGIN_S,
@@ -65,6 +66,10 @@ def engine(revision: int, state: Any = "healthy", **known: Any) -> ObservedEngin
     return ObservedEngine(revision=revision, state=state, **({"started_at": NOW} | known))
 
 
+def counted(tau: float, rounds: float = MIN_ROUNDS) -> EngineCounters:
+    return EngineCounters(rounds, tau * rounds)
+
+
 def plan(wanted: Endpoint, *engines: ObservedEngine, routed: int | None = None, gateway: bool = True,
          now: datetime = NOW, policy: ServePolicy = AT_ONCE, **seen: Any) -> Any:
     return plan_endpoint(wanted, policy, ObservedEndpoint(gateway, routed, engines, **seen), now)
@@ -79,12 +84,12 @@ def test_a_new_endpoint_listens_and_starts_its_first_engine() -> None:
 
 
 def test_a_window_with_answers_past_their_end_is_closed_without_a_judgement() -> None:
-    collapsed = {"window_rounds": 10.0 * MIN_ROUNDS, "window_tokens": 10.0 * MIN_ROUNDS, "window_requests": 3.0,
-                 "window_since": NOW - timedelta(seconds=60)}
+    window = EngineCounters(10.0 * MIN_ROUNDS, 10.0 * MIN_ROUNDS, answered=3.0)
+    collapsed: dict[str, Any] = {"window": window, "window_since": NOW - timedelta(seconds=60)}
     wanted = endpoint(2, num=2)
     assert RollBack in kinds(plan(wanted, engine(2, **collapsed), routed=2))
     assert plan(wanted, engine(2, window_unended=True, **collapsed), routed=2).actions == (
-        CloseWindow(2, None, 0.0, None, requests=3.0, seconds=60.0),)
+        CloseWindow(2, None, None, window, seconds=60.0),)
     tried = ObservedCanary(2, 0.5, NOW)
     for unended, rejects in ((False, True), (True, False)):
         engines = engine(1), engine(2, window_unended=unended, **collapsed)
@@ -230,59 +235,57 @@ def test_a_dead_engine_is_restarted_with_growing_pauses() -> None:
 
 
 def test_collapsed_acceptance_goes_back_and_a_thin_window_proves_nothing() -> None:
-    poor = {"window_tokens": 1.2 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
-    actions = plan(endpoint(2), engine(2, **poor), routed=2).actions
+    poor = counted(1.2)
+    actions = plan(endpoint(2), engine(2, window=poor), routed=2).actions
     assert [type(one) for one in actions] == [CloseWindow, RollBack]
     assert "1.50" in actions[1].message
-    thin = {"window_tokens": 1.2 * (MIN_ROUNDS - 1), "window_rounds": MIN_ROUNDS - 1.0}
-    assert plan(endpoint(2), engine(2, **thin), routed=2).actions == ()
-    good = {"window_tokens": 2.9 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
-    closed = CloseWindow(2, 2.9, 200.0, 3.0, rollback_below=1.5, drift_below=2.55, accepted=(180.0, 120.0))
-    seen = engine(2, **good, window_accepted=(180.0, 120.0))
-    assert plan(endpoint(2), seen, routed=2).actions == (closed,)
+    thin = counted(1.2, MIN_ROUNDS - 1.0)
+    assert plan(endpoint(2), engine(2, window=thin), routed=2).actions == ()
+    good = replace(counted(2.9), accepted=(180.0, 120.0))
+    closed = CloseWindow(2, 2.9, 3.0, good, rollback_below=1.5, drift_below=2.55)
+    assert plan(endpoint(2), engine(2, window=good), routed=2).actions == (closed,)
     # The bare target has no acceptance to lose.
-    assert plan(endpoint(1), engine(1, **poor), routed=1).actions == ()
+    assert plan(endpoint(1), engine(1, window=poor), routed=1).actions == ()
 
 
 def test_acceptance_whose_interval_reaches_the_threshold_is_watched_further_and_does_not_roll_back() -> None:
     for rounds, decided in ((float(MIN_ROUNDS), []), (4.0 * MIN_ROUNDS, [CloseWindow, RollBack])):
-        seen = engine(2, window_tokens=1.3 * rounds, window_rounds=rounds)
+        seen = engine(2, window=counted(1.3, rounds))
         assert kinds(plan(endpoint(2), seen, routed=2)) == decided
     rounds = 20.0 * MIN_ROUNDS  # an acceptance at the threshold is never decided, and its window ends all the same
-    seen = engine(2, window_tokens=1.49 * rounds, window_rounds=rounds)
+    seen = engine(2, window=counted(1.49, rounds))
     assert kinds(plan(endpoint(2), seen, routed=2)) == [CloseWindow]
 
 
 def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_wait_for_that() -> None:
     policy = ServePolicy(drift=DriftSpec(window_s=60.0))
-    full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_since": NOW}
     for seconds, closed in ((59, False), (60, True)):
-        seen = engine(2, window_tokens=2.9 * 2 * MIN_ROUNDS, **full)
+        seen = engine(2, window=counted(2.9, 2.0 * MIN_ROUNDS), window_since=NOW)
         now = NOW + timedelta(seconds=seconds)
         assert bool(plan(endpoint(2), seen, routed=2, policy=policy, now=now).actions) == closed
-    poor = engine(2, window_tokens=1.2 * 2 * MIN_ROUNDS, **full)
+    poor = engine(2, window=counted(1.2, 2.0 * MIN_ROUNDS), window_since=NOW)
     assert RollBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
 
 
 def test_an_engine_that_switches_itself_off_under_load_is_blamed_for_its_drafted_rounds_alone() -> None:
-    poor = {"window_tokens": 1.0 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
+    poor = counted(1.0)
     points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
                    for load, setting in ((1, Setting(tree=DraftTreeShape())), (8, OFF)))
     wanted = endpoint(2)
     use = wanted.revisions[1].use.model_copy(update={"map": OperatingMap(points=points)})
     follows = wanted.revisions[1].model_copy(update={"use": use})
     wanted = wanted.model_copy(update={"revisions": (wanted.revisions[0], follows)})
-    assert plan(wanted, engine(2, **poor), routed=2).actions == ()
+    assert plan(wanted, engine(2, window=poor), routed=2).actions == ()
     assert plan(wanted, engine(2), routed=2, policy=DRIFTING, windows=(1.0, 1.0, 1.0)).actions == ()
     apart = replace(AT_ONCE, counts_drafted=True)
-    assert kinds(plan(wanted, engine(2, **poor), routed=2, policy=apart)) == [CloseWindow, RollBack]
+    assert kinds(plan(wanted, engine(2, window=poor), routed=2, policy=apart)) == [CloseWindow, RollBack]
     apart = replace(DRIFTING, counts_drafted=True)
     assert kinds(plan(wanted, engine(2), routed=2, policy=apart, windows=(1.0, 1.0, 1.0))) == [ReportDrift]
 
 
 def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
-    poor = {"window_tokens": 1.2 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
-    assert plan(endpoint(2, 1), engine(2, **poor), engine(1, "starting"), routed=2).actions == ()
+    poor = counted(1.2)
+    assert plan(endpoint(2, 1), engine(2, window=poor), engine(1, "starting"), routed=2).actions == ()
 
 
 def test_a_retired_engine_is_killed_only_after_its_grace_and_forgotten_when_dead() -> None:
@@ -336,40 +339,39 @@ def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again()
 
 
 def test_a_step_of_a_canary_ends_with_its_acceptance_and_the_interval_that_is_judged_by() -> None:
-    seen = engine(2, window_rounds=100.0, window_tokens=290.0)
+    seen = engine(2, window=counted(2.9, 100.0))
     (shared,) = plan(endpoint(1, 2, state="canary"), engine(1), seen, **on_trial(answered=5)).actions
     high = highest_tau(drafted(2), 2.9, 100.0)
     assert shared.ended == CanaryStep(5, 0, 2.9, 100.0, 2 * 2.9 - high, high)
-    poor = engine(2, window_rounds=100.0, window_tokens=105.0)
+    poor = engine(2, window=counted(1.05, 100.0))
     rejected = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5)).actions[0]
     assert (rejected.ended.tau, rejected.ended.tau_low) == (1.05, 1.0), "a round produces a token at least"
 
 
 def test_a_closed_window_says_how_many_requests_ended_and_tokens_were_generated_in_how_many_seconds() -> None:
-    full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_tokens": 5.8 * MIN_ROUNDS,
-                            "window_requests": 90.0, "window_generated": 5400.0}
+    full = replace(counted(2.9, 2.0 * MIN_ROUNDS), answered=89.0, failed=1.0, generated=5400.0)
     for since, seconds in ((NOW - timedelta(seconds=60), 60.0), (None, None)):
-        (closed,) = plan(endpoint(2), engine(2, **full, window_since=since), routed=2).actions
-        assert (closed.requests, closed.generated, closed.seconds) == (90.0, 5400.0, seconds)
+        (closed,) = plan(endpoint(2), engine(2, window=full, window_since=since), routed=2).actions
+        assert (closed.window, closed.seconds) == (full, seconds)
 
 
 def test_requests_of_the_target_without_a_drafter_are_counted_in_windows_that_are_long_enough() -> None:
     policy = ServePolicy(drift=DriftSpec(window_s=60.0))
-    for requests, seconds, closed in ((90.0, 61.0, True), (90.0, 59.0, False), (0.0, 61.0, False), (None, 61.0, False)):
-        seen = engine(1, window_requests=requests, window_generated=5400.0,
-                      window_since=NOW - timedelta(seconds=seconds))
-        wanted = (CloseWindow(1, None, 0.0, None, requests=90.0, generated=5400.0, seconds=61.0),) if closed else ()
+    for requests, seconds, closed in ((90.0, 61.0, True), (90.0, 59.0, False), (0.0, 61.0, False)):
+        window = EngineCounters(answered=requests, generated=5400.0)
+        seen = engine(1, window=window, window_since=NOW - timedelta(seconds=seconds))
+        wanted = (CloseWindow(1, None, None, window, seconds=61.0),) if closed else ()
         assert plan(endpoint(1), seen, routed=1, policy=policy).actions == wanted
 
 
 def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:
-    poor = engine(2, window_rounds=float(CANARY_ROUNDS), window_tokens=1.1 * CANARY_ROUNDS)
+    poor = engine(2, window=counted(1.1, CANARY_ROUNDS))
     planned = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5))
     assert kinds(planned) == [Reject, Route, EndEngine]
     assert (planned.actions[0].reason, "1.10" in planned.actions[0].message) == ("AcceptanceCollapsed", True)
-    uncertain = replace(poor, window_tokens=1.3 * CANARY_ROUNDS)
+    uncertain = engine(2, window=counted(1.3, CANARY_ROUNDS))
     assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), uncertain, **on_trial(answered=5))) == [ShareRoute]
-    few = replace(poor, window_rounds=CANARY_ROUNDS - 1.0)
+    few = engine(2, window=EngineCounters(CANARY_ROUNDS - 1.0, 1.1 * CANARY_ROUNDS))
     assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), few, **on_trial(answered=5))) == [ShareRoute]
 
 

@@ -1,13 +1,17 @@
-"""The compiled pipeline: what is checked in is what the source says, and kfp.local's traps are not in it."""
+"""The compiled pipeline: what is checked in is what the source says, and kfp.local's traps are not in it.
+
+`python -m tests.pipelines.test_kfp_pipeline` writes what is checked in, the pipeline without placements.
+"""
 
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+from kfp import compiler
 
 from eyrie_api.contract.stages import JOB_STAGES
-from eyrie_pipelines.kfp_pipeline import compile_to
+from eyrie_pipelines.kfp_pipeline import define
 
 CHECKED_IN = Path(__file__).resolve().parents[2] / "pipelines" / "compiled" / "drafter.yaml"
 
@@ -27,9 +31,8 @@ def tasks_of(definition: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_compiled_pipeline_equals_what_is_checked_in(tmp_path: Path) -> None:
-    compile_to(tmp_path / "drafter.yaml")
-    assert load(tmp_path / "drafter.yaml") == load(CHECKED_IN), (
-        "run: python -m eyrie_pipelines.kfp_pipeline --compile pipelines/compiled/drafter.yaml")
+    compiler.Compiler().compile(define(), str(tmp_path / "drafter.yaml"))
+    assert load(tmp_path / "drafter.yaml") == load(CHECKED_IN), "run: python -m tests.pipelines.test_kfp_pipeline"
 
 
 def test_every_stage_of_a_job_is_a_box() -> None:
@@ -64,3 +67,7 @@ def test_every_fan_out_runs_one_at_a_time() -> None:
 def test_nothing_is_installed_when_a_box_starts() -> None:
     for executor in load(CHECKED_IN)["deploymentSpec"]["executors"].values():
         assert "pip install" not in " ".join(executor["container"]["command"])
+
+
+if __name__ == "__main__":
+    compiler.Compiler().compile(define(), str(CHECKED_IN))

@@ -28,7 +28,7 @@ from eyrie_api.planning.resolve import derive
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
 from eyrie_pipelines.run_records import Attempts, StageFailed, read_failure, read_stage_failure
-from eyrie_pipelines.runner import JOB_FILE, JobFile
+from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun
 from eyrie_pipelines.several_gpus import SHARES, gpu_shares
 from eyrie_pipelines.tasks import load_job
 from eyrie_workers.catalog import CATALOG
@@ -38,7 +38,7 @@ from tests.pipelines.finished_job import lay_out
 LIMIT_S = 600.0
 
 
-def wait_for(job_dir: Path, *states: str) -> local.RunObservation:
+def wait_for(job_dir: Path, *states: str) -> ObservedRun:
     assert wait_until(lambda: local.observe(job_dir).state in states, LIMIT_S), local.observe(job_dir)
     return local.observe(job_dir)
 
@@ -86,7 +86,7 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     first = rehearsal.starts()
     second = local.start(job_dir, job_file(spec_of(), 2, INCUMBENT))
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
-    assert local.observe(job_dir).handle == second
+    assert local.find_handle(job_dir) == second
     assert rehearsal.starts() == [*first, "prove"]
     proof = read_manifest(job_dir / "stages" / "prove").report
     assert isinstance(proof, ProveReport)
@@ -212,12 +212,11 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
     local.start(job_dir, job_file(spec))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert seen.state == "failed"
-    assert seen.result is not None
-    assert seen.result.failure is not None
-    assert seen.result.failure.stage == "train"
-    assert seen.result.failure.key == "c1-lr-0p001"
-    assert seen.result.failure.failure.reason == "LossDiverged"
-    assert seen.result.failure.failure.hint == "lower train.learning_rate"
+    assert seen.failure is not None
+    assert seen.failure.stage == "train"
+    assert seen.failure.key == "c1-lr-0p001"
+    assert seen.failure.reason == "LossDiverged"
+    assert seen.failure.hint == "lower train.learning_rate"
     # kfp.local goes on with queued members of a failed fan-out; ours stop before they start their program.
     assert [one for one in rehearsal.starts() if one.startswith("train/")] == ["train/c1-lr-0p001"]
     assert rehearsal.sweeps() == []
@@ -229,11 +228,10 @@ def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_t
     rehearsal.plan(**{"train__c2-lr-0p002": ["permanent", "ok"], "tune": ["hang"]})
     local.start(job_dir, job_file(sweeping_spec()))
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
-    assert seen.result is not None
-    assert seen.result.failure is not None
-    assert (seen.result.failure.stage, seen.result.failure.key) == ("train", "c2-lr-0p002")
-    assert seen.result.failure.failure.reason == "LossDiverged"
-    assert seen.result.failure.failure.hint == "lower train.learning_rate"
+    assert seen.failure is not None
+    assert (seen.failure.stage, seen.failure.key) == ("train", "c2-lr-0p002")
+    assert seen.failure.reason == "LossDiverged"
+    assert seen.failure.hint == "lower train.learning_rate"
     assert sorted(path.parent.name for path in job_dir.glob("stages/train/*/manifest.json")) == [
         "c1-lr-0p001", "c3-lr-0p003"]
     local.start(job_dir, job_file(sweeping_spec(), attempt=2))
@@ -386,9 +384,8 @@ def test_two_leaders_in_one_job_directory_are_impossible(job_dir: Path, rehearsa
     second = subprocess.run([sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir)],
                             capture_output=True, timeout=60, check=False)
     assert second.returncode == 3
-    seen = local.observe(job_dir)
-    assert seen.handle == first
-    assert seen.state == "running"
+    assert local.find_handle(job_dir) == first
+    assert local.observe(job_dir).state == "running"
 
 
 def test_a_runner_asked_to_start_a_run_that_is_alive_leaves_it_alone(tmp_path: Path, rehearsal: Rehearsal) -> None:

@@ -124,7 +124,7 @@ def test_a_job_killed_while_it_trains_goes_on_is_decided_and_its_drafter_serves(
     manifests = {path: path.stat().st_mtime_ns for path in stages.rglob("manifest.json")}
     with plane(home) as (client, _):
         check_decided(client, finished(client, job_id))
-        check_served(client, job_id, home)
+        check_served(client, job_id)
         check_reused(client, job_id, home)
     assert manifests
     assert {path: path.stat().st_mtime_ns for path in manifests} == manifests, "a finished stage was made again"
@@ -143,7 +143,7 @@ def check_decided(client: Client, done: Job) -> None:
     assert all(entry.lossless for entry in board if entry.job_id == done.id)
 
 
-def check_served(client: Client, job_id: str, home: Path) -> None:
+def check_served(client: Client, job_id: str) -> None:
     """The endpoint answers with the job's drafter after a promotion by hand; the report names it."""
     client.promote("default", job_id=job_id)
     endpoint = wait_for(lambda: drafted(client.endpoint("default")), "the drafter serves", 300, every_s=0.2)
@@ -153,10 +153,12 @@ def check_served(client: Client, job_id: str, home: Path) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] >= 1
     assert answer.json()["sglext"]["spec_tokens_details"]["spec_verify_ct"] >= 1
-    report = json.loads((home / "jobs" / job_id / "report.json").read_text())
-    assert {"seconds", "checkpoints", "baseline", "tuning", "proof", "promoted", "endpoint"} <= set(report)
-    assert report["proof"]["skipped"] or report["proof"]["parity"]["identical"] == 2, report["proof"]
-    assert report["endpoint"]["url"] == endpoint.url
+    report = client.report(job_id)
+    assert report.benchmark
+    assert report.tune is not None
+    assert report.prove is not None
+    assert report.prove.skipped or (report.prove.parity and report.prove.parity.identical == 2), report.prove
+    assert report.endpoint == endpoint.name
 
 
 def check_reused(client: Client, job_id: str, home: Path) -> None:

@@ -6,6 +6,9 @@ in which any part ran.
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
 
 from eyrie_api.artifacts.directories import StageManifest
 from eyrie_api.contract.hardware import HardwareMeasurement
@@ -23,6 +26,8 @@ from eyrie_api.contract.reports import (
 from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.status import Job, JobReport, StageStatus
 from eyrie_api.decisions.hardware_choice import hardware_of
+
+_OF_THE_SERVER = ("path", "drafter_dir", "launch", "variants", "model")
 
 LEAST_LEFT_S = 600.0
 """On CPUs a plan does not count the start of programs and the loading of models: less is not shown."""
@@ -47,6 +52,20 @@ def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[L
             job.spec.prove.hardware, [report for report in reports if isinstance(report, HardwareMeasurement)]),
         leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint,
         devices_per_server=job.spec.engine.tp_size)
+
+
+def results_for_card(**measured: BaseModel | None) -> dict[str, Any]:
+    """What was measured of a checkpoint, for its card (`eyrie_workers.drafters.card --results`), without what concerns
+    the server alone."""
+    return {part: _public(value.model_dump(mode="json")) for part, value in measured.items() if value is not None}
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _public(item) for key, item in value.items() if key not in _OF_THE_SERVER}
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return value
 
 
 def planned_and_actual(plan: PlannedStages | Plan, stages: Sequence[StageStatus], sizes: Mapping[str, int],

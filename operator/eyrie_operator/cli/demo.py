@@ -4,18 +4,16 @@ It starts a control plane with its own home, posts a job for the shipped target,
 report with an explanation. The job has no special treatment: if its drafter is not promoted, the output says so and
 why. The endpoint keeps running; `stop` stops everything. """
 
-import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.artifacts import write_atomically
-from eyrie_api.artifacts.directories import read_manifests
+from eyrie_api.artifacts import write_model
 from eyrie_api.cli import chat
 from eyrie_api.cli.plots import figures_of_job, write_figures
 from eyrie_api.cli.tables import times
@@ -27,11 +25,12 @@ from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind, EngineSpec, SamplingSpec
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.load import Quantiles
+from eyrie_api.contract.prove import ProveReport, ProveSpec
 from eyrie_api.contract.regeneration import RegenerateSpec
-from eyrie_api.contract.reports import BenchmarkReport, PromotionDecision, TuneReport
+from eyrie_api.contract.reports import BenchmarkReport
 from eyrie_api.contract.serving import EndpointServeSpec
-from eyrie_api.contract.status import Endpoint, Job
+from eyrie_api.contract.status import Endpoint, Job, JobReport
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.contract.tuning import TuneSpec
@@ -41,10 +40,9 @@ from eyrie_api.processes import free_port
 from eyrie_api.quantities import duration
 from eyrie_api.settings import Settings
 from eyrie_operator.cli.detached import is_ready, start_detached, stop_plane
-from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
-SETUP_SECONDS = Path(".eyrie/setup-seconds")
+REPORT_FILE = "report.json"
 _SERVING_S = 30.0
 """Beyond the time in which the engine has to become healthy."""
 
@@ -105,8 +103,8 @@ def play(home: Path, screen: Screen, job_spec: JobSpec) -> None:
         figures = figures_of_job(client, job.id)
         write_figures(figures, home / "plots", "svg", "light")
         plots = write_figures(figures, home / "plots", "png", "light")
-    manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
-    report = write_report(home, job.id)
+        report = client.report(job.id)
+    write_model(home / REPORT_FILE, report)
     reply = None
     if endpoint is not None:  # the request of the printed curl command, which is thereby known to work
         chatting = chat.ChatSettings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
@@ -114,12 +112,11 @@ def play(home: Path, screen: Screen, job_spec: JobSpec) -> None:
     if screen.as_json:
         screen.show(report, "")
         return
-    final = next((manifest.report.final for manifest in manifests if isinstance(manifest.report, TuneReport)), None)
-    screen.out.print(Group(Text(), closing(report, final, reply), Text(), where(report, plots, home)))
-    if report["endpoint"]:
+    screen.out.print(Group(Text(), closing(report, reply), Text(), where(job, report, endpoint, plots, home)))
+    if endpoint is not None:
         # Outside of any table and unwrapped, so that it can be copied.
         screen.out.print(Text("\nTry it:", "bold"))
-        screen.out.print(chat.curl_line(report["endpoint"]["url"], report["endpoint"]["model"]), soft_wrap=True)
+        screen.out.print(chat.curl_line(endpoint.url or "", endpoint.model), soft_wrap=True)
     screen.out.print("\nStop it: make demo-stop")
 
 
@@ -160,73 +157,55 @@ def wait_serving(client: Client, job: Job) -> Endpoint | None:
                      f"eyrie endpoints show {job.status.endpoint} shows its conditions")
 
 
-def write_report(home: Path, job_id: str) -> dict[str, Any]:
-    """Copy the job's report to `<home>/report.json` and add the time of `make setup`."""
-    report: dict[str, Any] = json.loads((home / "jobs" / job_id / REPORT_FILE).read_text())
-    try:
-        setup_s = float(SETUP_SECONDS.read_text())
-    except (OSError, ValueError):  # set up without `make setup`
-        setup_s = None
-    report["seconds"] = {"setup": setup_s, **report["seconds"]}
-    write_atomically(home / "report.json", json.dumps(report, indent=2) + "\n")
-    return report
-
-
-def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:
-    """The result of the job, for readers without prior knowledge. Pure.
-
-    final   the final measurement of the tuned drafter, on which promotion decided; None when the job did not reach it.
-    """
-    promoted, baseline = report["promoted"], report["baseline"]
-    by_suite = [] if final is None else [Text(), *suites_table(final)]
-    proven = proof_words(report["proof"])
+def closing(report: JobReport, reply: chat.Reply | None) -> RenderableType:
+    """The result of a job that has succeeded, for readers without prior knowledge. Pure."""
+    tuned, decision, proof = report.tune, report.decision, report.prove
+    assert tuned is not None
+    assert decision is not None
+    assert proof is not None
     tried = [] if reply is None else [Text(), Text.assemble((f"{chat.QUESTION}  ", "bold"),
                                                                 " ".join(reply.content.split())),
                                       Text(reply.footer(), "dim")]
-    if not promoted:
-        why, serves = report["outcome"]["message"] or "nothing was measured", "since none is faster"
-        if report["decision"] is not None:
-            decision = PromotionDecision.model_validate(report["decision"])
-            why = summarize_decision(decision)
-            serves = "until a measurement decides" if decision.undecided else serves
-        return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
-                     Text(f"The target serves without a drafter, {serves}."), *by_suite, *proven,
-                     *tried)
-    speedup, cells = promoted["speedup"], [] if final is None else final.cells
+    measured = [Text(), *suites_table(tuned.final), *proof_words(proof), *tried]
+    if not decision.promote:
+        serves = "until a measurement decides" if decision.undecided else "since none is faster"
+        return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), summarize_decision(decision)),
+                     Text(f"The target serves without a drafter, {serves}."), *measured)
+    cells, tree = tuned.final.cells, tuned.winner
+    promoted = next(entry for entry in report.leaderboard if entry.tuned and entry.checkpoint == tuned.checkpoint)
     # How many answers equal the undrafted engine's, by kind of sampling.
     kinds = {"greedy": [cell for cell in cells if cell.temperature == 0.0],
              "sampled": [cell for cell in cells if cell.temperature > 0.0]}
     identical = [f"{sum(cell.identical for cell in those)} of {sum(cell.prompts for cell in those)} {kind}"
                  for kind, those in kinds.items() if those]
-    same = all(identical for identical in promoted["identical"].values() if identical is not None)
-    parts: list[RenderableType] = [
+    same = all(cell.identical == cell.prompts for cell in cells if cell.compared)
+    speedups = [f"{times(ratio)} {kind}" for kind, ratio in (
+        ("greedy", promoted.speedup_greedy), ("sampled", promoted.speedup_sampled)) if ratio is not None]
+    return Group(
         Text.assemble(("Faster, with the same output. " if same else "Faster, but not with the same output. ",
                        "bold green" if same else "bold yellow"),
                       "A drafter was trained on the target's own answers, measured, and now serves."),
         Text(),
         pairs([
-            ("speed-up", ", ".join(f"{times(ratio)} {kind}" for kind, ratio in speedup.items() if ratio is not None)
-             + ", against the same engine without a drafter "
-             f"({promoted['baseline_tokens_per_s']:.0f} tok/s on the same prompts)"),
-            ("same output", f"{' and '.join(identical)} answers identical, token by token" if identical else
-             "not measured"),
-            ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
-             f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
+            ("speed-up", f"{', '.join(speedups)}, against the same engine without a drafter "
+             f"({tuned.final.baseline_tokens_per_s:.0f} tok/s on the same prompts)"),
+            ("same output", f"{' and '.join(identical)} answers identical, token by token"),
+            ("drafter", f"{tuned.checkpoint}: {promoted.tau:.2f} tokens per target pass (tau) at "
+             f"depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} "
              "draft tokens, mean over suites and temperatures"),
-            ("baseline", baseline_words(baseline)),
+            ("baseline", baseline_words(report.benchmark)),
         ]),
-        *by_suite, *proven, *tried,
-    ]
-    return Group(*parts)
+        *measured)
 
 
-def baseline_words(baseline: dict[str, Any]) -> str:
+def baseline_words(benchmarks: Sequence[BenchmarkReport]) -> str:
     """The engine without a drafter against `transformers` generate, measured together. Pure."""
-    if baseline["prompts"] is None:
+    compared = next((each for each in benchmarks if each.transformers_generate_tokens_per_s is not None), None)
+    if compared is None:
         return "transformers generate was not measured"
-    return (f"{baseline['tokens_per_s']:.0f} tok/s without a drafter, "
-            f"{baseline['transformers_generate_tokens_per_s']:.0f} tok/s by transformers generate: the same "
-            f"{baseline['prompts']} prompts, greedy, in turn")
+    return (f"{compared.transformers_baseline_tokens_per_s:.0f} tok/s without a drafter, "
+            f"{compared.transformers_generate_tokens_per_s:.0f} tok/s by transformers generate: the same "
+            f"{compared.transformers_prompts} prompts, greedy, in turn")
 
 
 def suites_table(final: BenchmarkReport) -> list[RenderableType]:
@@ -243,31 +222,31 @@ def suites_table(final: BenchmarkReport) -> list[RenderableType]:
                  "draft tokens:"), table]
 
 
-def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
-    """Measurements in the serving engine, by variant; empty when prove did not run. Pure."""
-    if proof is None:
-        return []
-    if proof["parity"] is None:
-        return [Text(), Text(f"Not measured in the serving engine: {proof['skipped']}")]
+def proof_words(proof: ProveReport) -> list[RenderableType]:
+    """Measurements in the serving engine, by variant. Pure."""
+    parity = proof.parity
+    if parity is None:
+        return [Text(), Text(f"Not measured in the serving engine: {proof.skipped}")]
     table = _table("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)")
-    rows = [(f"{load['users']:g} at once" if load["users"] > 1 else "1", load) for load in proof["loads"]]
-    rows += [(f"{load['users']:g}, another system prompt", load) for load in proof["changed_prompt"]]
-    for users, load in rows:
-        low, high = load["speedup_interval"]
-        table.add_row(users if load["variant"] == "candidate" else f"{users}, {load['variant']}",
-                      f"{times(load['speedup'])} ({low:.2f}-{high:.2f})",
-                      f"{load['tokens_per_s']:.0f} ({load['off_tokens_per_s']:.0f})",
-                      f"{milliseconds(load['ttft_p99_s'])} ({milliseconds(load['off_ttft_p99_s'])})")
-    parity = proof["parity"]
-    holds = "serves what was trained" if parity["passed"] else "does NOT serve what was trained"
-    tau = parity["reference_tau"]
+    for load, prompt in ((proof.load, ""), (proof.changed_prompt, ", another system prompt")):
+        cells = {} if load is None else {(level.variant, level.level): level.total for level in load.levels}
+        for pair in () if load is None else load.comparisons:
+            mine, plain = cells[pair.variant, pair.level], cells[pair.baseline, pair.level]
+            users = f"{pair.level:g}{prompt or (' at once' if pair.level > 1 else '')}"
+            table.add_row(users if pair.variant == "candidate" else f"{users}, {pair.variant}",
+                          f"{times(pair.throughput_ratio)} ({pair.throughput_interval.low:.2f}-"
+                          f"{pair.throughput_interval.high:.2f})",
+                          f"{mine.tokens_per_s:.0f} ({plain.tokens_per_s:.0f})",
+                          f"{milliseconds(mine.ttft_s)} ({milliseconds(plain.ttft_s)})")
+    holds = "serves what was trained" if parity.passed else "does NOT serve what was trained"
+    tau = parity.reference_tau
     reference = "" if tau is None else f" and {tau:.2f} in the reference engine"
-    setting = proof["setting"] + (", by load" if proof["follows_load"] else "")
-    others = [Text("; ".join(compared["reasons"])) for compared in (proof["loaded_parity"], proof["sampled_parity"])
+    setting = proof.use.setting.label() + ("" if proof.use.map is None else ", by load")
+    others = [Text("; ".join(compared.reasons)) for compared in (proof.loaded_parity, proof.sampled_parity)
               if compared is not None]
     return [Text(), Text(
-        f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
-        f"with the drafter, tau is {parity['tau']:.2f} there{reference}."), *others,
+        f"The {proof.engine} engine {holds}: {parity.identical} of {parity.prompts} answers are identical "
+        f"with the drafter, tau is {parity.tau:.2f} there{reference}."), *others,
         Text(f"Under load, greedy, at {setting}:"), table]
 
 
@@ -278,20 +257,21 @@ def _table(first: str, *numbers: str) -> Table:
     return table
 
 
-def milliseconds(seconds: float | None) -> str:
-    """A time in milliseconds, or `-`."""
-    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
+def milliseconds(seconds: Quantiles | None) -> str:
+    """The 99th percentile in milliseconds, or `-`."""
+    return "-" if seconds is None else f"{1000 * seconds.p99:.0f} ms"
 
 
-def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableType:
+def where(job: Job, report: JobReport, endpoint: Endpoint | None, plots: list[Path], home: Path) -> RenderableType:
     """Time by stage, and paths of the report and plots. Pure."""
-    seconds = report["seconds"]
-    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if name not in ("setup", "total"))
-    known = [("time", f"{duration(seconds['total'])} ({stages})"), ("report", str(home / "report.json"))]
+    stages = ", ".join(f"{name} {duration(value)}" for name, value in report.seconds.items() if name != "total")
+    assert job.status.finished_at is not None
+    total_s = (job.status.finished_at - job.created_at).total_seconds()
+    known = [("time", f"{duration(total_s)} ({stages})"), ("report", str(home / REPORT_FILE))]
     if plots:
         known.append(("plots", f"{plots[0].parent}/*.png ({len(plots)})"))
-    if report["endpoint"]:
-        known.append(("endpoint", f"{report['endpoint']['url']}  (model {report['endpoint']['model']})"))
+    if endpoint is not None:
+        known.append(("endpoint", f"{endpoint.url}  (model {endpoint.model})"))
     return pairs(known)
 
 

@@ -38,7 +38,7 @@ from eyrie_operator.manifests.export import (
 )
 from eyrie_operator.manifests.pods import ADAPTIVE_FILE
 from eyrie_workers.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS
+from eyrie_workers.sglang.launch import DEFAULT_RUNNING_REQUESTS, LaunchPlan
 
 ASSUMED_HARDWARE = "h100"
 
@@ -85,16 +85,17 @@ def export(job: Job, report: JobReport, target: dict[str, Any], drafter: dict[st
     if measured.attention_backend not in (None, *preferred(machine, checkpoint.attention)):
         notes.append(f"measured with attention backend {measured.attention_backend}, which is not used on {named}")
         measured = measured.model_copy(update={"attention_backend": None})
-    served = ServedDecision(
-        name=job.spec.name or job.id, model=Path(job.spec.target.model).name, dtype=dtype,
-        target=checkpoint, machine=machine, engine=measured,
-        max_running_requests=job.spec.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS)
+    plan, is_mtp = LaunchPlan(
+        target=checkpoint, machine=machine, served_model_name=Path(job.spec.target.model).name, dtype=dtype,
+        engine=measured, max_running_requests=job.spec.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS), False
     if drafted:
         assert proof is not None
-        served = replace(served, use=proof.use)
+        use = proof.use
+        plan = replace(plan, setting=use.setting, map=use.map, context_length=use.context_length)
         if drafter is not None:
-            served = replace(served, drafter=read_drafter(drafter_at or proof.use.drafter_dir or "", drafter),
-                             is_mtp=holds_mtp_layers(drafter))
+            plan = replace(plan, drafter=read_drafter(drafter_at or use.drafter_dir or "", drafter))
+            is_mtp = holds_mtp_layers(drafter)
+    served = ServedDecision(job.spec.name or job.id, plan, is_mtp)
     sglang, vllm = sglang_launch(served), vllm_launch(served)
     chosen: ServingEngine = engine or ("vllm" if sglang.refused and not vllm.refused else "sglang")
     return Export(job=job.id, drafted=drafted, reason=summarize_decision(decision), sglang=sglang, vllm=vllm,

@@ -40,6 +40,7 @@ from eyrie_api.contract.data import DataSource
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.status import JobReport
 from eyrie_api.data_files import S3, data_files
+from eyrie_api.decisions.job_report import results_for_card
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, NotFound, Permanent, TargetNotFound, Transient
 from eyrie_api.planning.data_files import check_data_source
 
@@ -119,7 +120,6 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
 
 CARD_PROGRAM = "eyrie_workers.drafters.card"
 RESULTS = "results.json"
-_OF_THE_SERVER = ("path", "drafter_dir", "launch", "variants", "model")
 
 
 class NotPublished(Permanent):
@@ -142,14 +142,6 @@ def checkpoint_to_publish(report: JobReport, wanted: str | None) -> str:
     return best
 
 
-def _public(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _public(item) for key, item in value.items() if key not in _OF_THE_SERVER}
-    if isinstance(value, list):
-        return [_public(item) for item in value]
-    return value
-
-
 def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> str:
     """Write a checkpoint of a job with its results into `out`, which must not exist yet; returns its name.
 
@@ -167,13 +159,10 @@ def publish(client: Client, job_id: str, checkpoint: str | None, out: Path) -> s
                        "`eyrie storage` may have removed them: train again")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".publish-") as scratch:
-        # What was measured of the checkpoint, without what concerns the server alone.
-        measured: dict[str, Any] = {
-            "benchmark": next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == name)}
+        results = results_for_card(
+            benchmark=next(benchmark for benchmark in report.benchmark if benchmark.checkpoint == name))
         if report.tune is not None and report.tune.checkpoint == name:
-            measured |= {"tuned": report.tune.final, "operating_map": report.tune.map, "proof": report.prove}
-        results = {part: _public(value.model_dump(mode="json"))
-                   for part, value in measured.items() if value is not None}
+            results |= results_for_card(tuned=report.tune.final, operating_map=report.tune.map, proof=report.prove)
         for file in files:
             client.download(file, Path(scratch) / name)
         (Path(scratch) / RESULTS).write_text(json.dumps(results))

@@ -225,7 +225,7 @@ class Deployments:
                 drain_s=max(left_s - _ENDING_S, left_s / 2.0))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
-        return EmbeddedEnginePods(path, argv)
+        return EmbeddedEnginePods(argv)
 
     def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangPods:
         engine = serving.serve.engine

@@ -266,10 +266,7 @@ class EndpointReconciler:
         if began is None:
             began = Window(since=snapshot.now, counts=dict(counts))
             self._write_window(snapshot, workload, WINDOW, began)
-        total = increase(counts, began.counts)
-        return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens,
-                       window_accepted=total.accepted, window_requests=total.requests,
-                       window_generated=total.generated, window_since=began.since, counted=counts)
+        return replace(engine, window=increase(counts, began.counts), window_since=began.since, counted=counts)
 
     def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
                        since: datetime) -> tuple[int, int]:
@@ -384,15 +381,14 @@ class EndpointReconciler:
                          left: Collection[int] = ()) -> bool:
         """Delete objects that are not rendered any more, except those of the revisions in `left`; returns whether any
         were deleted."""
-        metadata = {(each["kind"], each["metadata"]["name"]): each["metadata"] for each in snapshot.objects}
-        obsolete = [ref for ref in obsolete_objects(snapshot.name, snapshot.objects, manifests)
-                    if "deletionTimestamp" not in metadata[ref.kind, ref.name]
-                    and metadata[ref.kind, ref.name]["labels"].get(REVISION_LABEL) not in map(str, left)]
-        for ref in obsolete:
+        obsolete = [each for each in obsolete_objects(snapshot.name, snapshot.objects, manifests)
+                    if "deletionTimestamp" not in each["metadata"]
+                    and each["metadata"]["labels"].get(REVISION_LABEL) not in map(str, left)]
+        for each in obsolete:
+            kind, name = each["kind"], each["metadata"]["name"]
             self.cache.invalidate(snapshot.name)
-            self._cluster.delete(ref.api_version, ref.kind, self._given.namespace, ref.name,
-                                 metadata[ref.kind, ref.name]["uid"])
-            log.info("endpoint %s: deleted %s %s", snapshot.name, ref.kind, ref.name)
+            self._cluster.delete(each["apiVersion"], kind, self._given.namespace, name, each["metadata"]["uid"])
+            log.info("endpoint %s: deleted %s %s", snapshot.name, kind, name)
         return bool(obsolete)
 
     def _save_status(self, snapshot: _Snapshot, plan: EndpointPlan, conditions: Conditions, url: str | None) -> bool:

@@ -289,9 +289,7 @@ class EmbeddedEndpoints:
         counts = {} if counters is None else {"": counters}
         seen = increase(counts, record.window.counts) if ours or unended is not None else EngineCounters()
         return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
-                              window_rounds=seen.rounds, window_tokens=seen.tokens, window_accepted=seen.accepted,
-                              window_requests=seen.requests, window_generated=seen.generated,
-                              window_since=record.window.since, alone=record.alone,
+                              window=seen, window_since=record.window.since, alone=record.alone,
                               window_unended=counters is not None and unended is not None
                               and unended.within(record.revision, record.window.since), counted=counts)
 

@@ -27,7 +27,7 @@ from typing import Literal
 from eyrie_api.contract.promotion import CanarySpec, DriftSpec
 from eyrie_api.contract.records import Wait
 from eyrie_api.contract.status import Endpoint, Revision
-from eyrie_operator.endpoints.engine_metrics import Counts
+from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters
 from eyrie_operator.unscheduled import is_due
 
 
@@ -51,18 +51,8 @@ class ObservedEngine:
     unready_since: datetime | None = None
     """Since when one of its pods is not ready, on a cluster; None where that is not known."""
 
-    window_rounds: float = 0.0
-    """Verify rounds since the window began, and the tokens they produced."""
-
-    window_tokens: float = 0.0
-    window_accepted: tuple[float, ...] = ()
-    """Draft tokens that they accepted at each position; empty where the engine does not say."""
-
-    window_requests: float | None = None
-    """Requests that it answered or failed since the window began; None where that is not known."""
-
-    window_generated: float | None = None
-    """Tokens that it generated since then; None as above."""
+    window: EngineCounters = field(default_factory=EngineCounters)
+    """What it has counted since the window began."""
 
     window_since: datetime | None = None
     window_unended: bool = False
@@ -204,23 +194,14 @@ class CloseWindow:
 
     revision: int
     tau: float | None
-    rounds: float
     proven: float | None
     """None for a revision without a proven tau, such as the target without a drafter: requests and tokens alone."""
 
+    window: EngineCounters
     rollback_below: float | None = None
     """The acceptance lengths at which the watch rolls back, and at which it counts towards drift."""
 
     drift_below: float | None = None
-    accepted: tuple[float, ...] = ()
-    """As `ObservedEngine.window_accepted`."""
-
-    requests: float | None = None
-    """As `ObservedEngine.window_requests`."""
-
-    generated: float | None = None
-    """As `ObservedEngine.window_generated`."""
-
     seconds: float | None = None
     """How long the window lasted."""
 
@@ -315,8 +296,8 @@ _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None:
     """Acceptance length over the window: tokens per verify round; None before enough rounds, and for a window with
     answers that were generated past their end."""
-    judged = engine.window_rounds >= rounds and not engine.window_unended
-    return engine.window_tokens / engine.window_rounds if judged else None
+    judged = engine.window.rounds >= rounds and not engine.window_unended
+    return engine.window.tokens / engine.window.rounds if judged else None
 
 
 def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
@@ -432,7 +413,7 @@ def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint,
         actions.append(ShareRoute(engine.revision, serving.revision, shares[0]))
         return False
     ended = _step(revision, engine, canary)
-    collapse = _collapse(revision, ended.tau, engine.window_rounds, policy)
+    collapse = _collapse(revision, ended.tau, engine.window.rounds, policy)
     if collapse is not None:
         actions.append(Reject(engine.revision, "AcceptanceCollapsed", collapse, ended))
         return True
@@ -447,7 +428,7 @@ def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint,
 
 
 def _step(revision: Revision | None, engine: ObservedEngine, canary: ObservedCanary) -> CanaryStep:
-    tau, rounds = window_tau(engine, CANARY_ROUNDS), engine.window_rounds
+    tau, rounds = window_tau(engine, CANARY_ROUNDS), engine.window.rounds
     if revision is None or tau is None:
         return CanaryStep(canary.answered, canary.errors)
     high = highest_tau(revision, tau, rounds)
@@ -484,22 +465,20 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     seconds = lasted_s if lasted_s > 0.0 else None
     if proven is None or engine.window_unended:
         # Acceptance is not judged: the window is closed when it is long enough and a request has ended.
-        requested = engine.window_requests or engine.window_unended
+        requested = engine.window.requests or engine.window_unended
         if not requested or seconds is None or seconds < policy.drift.window_s:
             return []
-        return [CloseWindow(active, None, 0.0, None, requests=engine.window_requests,
-                            generated=engine.window_generated, seconds=seconds)]
+        return [CloseWindow(active, None, None, engine.window, seconds=seconds)]
     if tau is None:
         return _drift(revision, policy, seen)
     limit = policy.min_acceptance_ratio * proven
-    close = CloseWindow(active, tau, engine.window_rounds, proven, limit,
-                        None if policy.drift.action == "ignore" else policy.drift.ratio * proven,
-                        engine.window_accepted, engine.window_requests, engine.window_generated, seconds)
-    collapse = _collapse(revision, tau, engine.window_rounds, policy)
+    close = CloseWindow(active, tau, proven, engine.window, limit,
+                        None if policy.drift.action == "ignore" else policy.drift.ratio * proven, seconds)
+    collapse = _collapse(revision, tau, engine.window.rounds, policy)
     if collapse is not None:
         # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
         return [close, RollBack(active, "AcceptanceCollapsed", collapse)]
-    if tau < limit and engine.window_rounds < _MOST_ROUNDS:
+    if tau < limit and engine.window.rounds < _MOST_ROUNDS:
         return _drift(revision, policy, seen)
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]

@@ -228,10 +228,12 @@ class EndpointRecords:
             self.endpoints.canary(name, action.revision, action.share, _figures(action.ended),
                                   _urls(url_of, action.revision, action.serving))
         elif isinstance(action, act.CloseWindow):
+            window = action.window
             self._histories.record_window(
-                name, action.revision, action.tau, action.rounds, action.proven, accepted=action.accepted,
-                rollback_below=action.rollback_below, drift_below=action.drift_below, requests=action.requests,
-                generated=action.generated, seconds=action.seconds)
+                name, action.revision, action.tau, window.rounds, action.proven,
+                accepted=() if action.tau is None else window.accepted, rollback_below=action.rollback_below,
+                drift_below=action.drift_below, requests=window.requests, generated=window.generated,
+                seconds=action.seconds)
         elif isinstance(action, act.ReportDrift):
             serving = next((revision for revision in endpoint.revisions if revision.number == action.revision), None)
             self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)

@@ -9,8 +9,8 @@ its stages resume from their manifests, ledgers and checkpoints.
 `eyrie_pipelines.local` runs child processes that work in the job's directory; `eyrie_pipelines.kubeflow` runs pods and
 downloads their small files into it. The driver itself writes into that directory
 
-    outcome.json    the decision of the current attempt, and the endpoint revision it was promoted to
-    report.json     the report of the whole job (`eyrie_operator.jobs.report`)
+    outcome.json                  the decision of the current attempt, and the endpoint revision it was promoted to
+    <checkpoint>-results.json     next to a promoted checkpoint: its measurements, for its card
 
 and the runner persists both. The runner limits how many runs are active at once; other jobs wait.
 """
@@ -22,12 +22,10 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from eyrie_api.artifacts import read_manifest, write_atomically, write_model
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.contract.hardware import HardwareMeasurement
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, TuneReport
 from eyrie_api.contract.resolved import ResolvedJob
@@ -40,7 +38,7 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter, Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.decisions.hardware_choice import hardware_of
+from eyrie_api.decisions.job_report import results_for_card
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, MeasuredCheckpoint, no_drafter
 from eyrie_api.decisions.promotion import (
     comparable_suites,
@@ -57,12 +55,10 @@ from eyrie_api.planning.reuse import jobs_with_answers
 from eyrie_api.planning.spec_policy import require_rules
 from eyrie_api.settings import Settings
 from eyrie_operator.conditions import is_over, observe
-from eyrie_operator.jobs import report as reports
 from eyrie_operator.jobs.observation import (
     OUTCOME_FILE,
     AttemptOutcome,
     changes,
-    finished_manifests,
     observe_serving,
     observe_stages,
     outcome_of,
@@ -74,7 +70,6 @@ from eyrie_operator.jobs.reconcile import (
     Decide,
     ObservedJob,
     ObservedServing,
-    Promote,
     StartRun,
     StopRun,
     plan_failure,
@@ -86,9 +81,8 @@ from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "report.json"
 _MAX_STEPS = 8
-"""Steps in one call while each leads to the next: decide, promote, report."""
+"""Steps in one call while each leads to the next: decide, promote, wait."""
 
 
 class Driver:
@@ -132,13 +126,10 @@ class Driver:
             for action in plan.actions:
                 self._apply(action, job, seen, plan.status)
         except Transient as reason:
-            # Not over before its last action is done: a job that is over is not looked at again.
-            after = job.status if is_over(plan.status.conditions) else plan.status
-            self._record_transient(job, after, reason, owner)
+            self._record_transient(job, plan.status, reason, owner)
             return False
         except EyrieError as error:
             plan = plan_failure(seen, error, self._clock())
-            self._write_report(job, plan.status)
         self._jobs.save_status(job.id, plan.status, owner, changes(job.status, plan.status))
         return bool(plan.actions) and not is_over(plan.status.conditions)
 
@@ -164,7 +155,7 @@ class Driver:
             unreadable = ObservedJob(attempt=job.status.attempt, previous=job.status, run=run)
             if run.alive:  # a job that has ended is not looked at again: nothing would stop its run
                 return unreadable, ActionPlan((StopRun(),), job.status)
-            return unreadable, replace(plan_failure(unreadable, error, self._clock()), actions=())
+            return unreadable, plan_failure(unreadable, error, self._clock())
         return seen, reconcile(job.spec, seen, self._clock())
 
     def _observe(self, job: Job, run: ObservedRun) -> ObservedJob:
@@ -200,10 +191,8 @@ class Driver:
             self._runner.stop(job.id)
         elif isinstance(action, Decide):
             self._decide(job, status.attempt)
-        elif isinstance(action, Promote):
-            self._promote(job, status, action.endpoint)
         else:
-            self._write_report(job, status)
+            self._promote(job, status, action.endpoint)
 
     def _discard(self, job_id: str, run: ObservedRun, stages: Sequence[StageName]) -> None:
         """Remove what stages of an earlier attempt have left, before the run of this attempt starts."""
@@ -240,8 +229,8 @@ class Driver:
         job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
         tuned = read_manifest(stage_dir(job_dir, "tune")).report
         assert isinstance(tuned, TuneReport)
-        benchmarks = [manifest.report for manifest in finished_manifests(job, resolved, job_dir)
-                      if isinstance(manifest.report, BenchmarkReport)]
+        finished = (stage.manifest.report for stage in observe_stages(job, resolved, job_dir) if stage.manifest)
+        benchmarks = [report for report in finished if isinstance(report, BenchmarkReport)]
         for report in benchmarks:
             if report.dropped is None:
                 self._record(job.id, resolved, report, tuned=False)
@@ -314,7 +303,8 @@ class Driver:
             drafter = Path(self._drafter_dir(job.id, resolved, tuned.checkpoint))
             # Next to the checkpoint, not inside: the manifest holds the digests of the checkpoint's files.
             results_file = drafter.with_name(f"{drafter.name}-results.json")
-            write_atomically(results_file, json.dumps(reports.results_for_card(tuned.final, proof), indent=2) + "\n")
+            results = results_for_card(tuned=tuned.final, operating_map=tuned.map, proof=proof)
+            write_atomically(results_file, json.dumps(results, indent=2) + "\n")
             self._runner.persist(job.id, results_file.relative_to(job_dir).as_posix())
             # N-gram speculation reads no drafter: the engine must not load one.
             use = proof.use.model_copy(update={"drafter_dir": None if without_drafter(proof) else str(drafter)})
@@ -323,20 +313,6 @@ class Driver:
                 speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof),
                 once=f"proposed/{job.id}/{outcome.attempt}").number
         self._write_outcome(job.id, outcome.model_copy(update={"endpoint": name, "revision": revision}))
-
-    def _write_report(self, job: Job, status: JobStatus) -> None:
-        job_dir = self._settings.job_dir(job.id)
-        outcome = read_outcome(job_dir, status.attempt, status)
-        endpoint = self._endpoints.get(outcome.endpoint) if outcome and outcome.endpoint else None
-        total_s = (self._clock() - job.created_at).total_seconds()
-        manifests = finished_manifests(job, self._jobs.resolved(job.id), job_dir)
-        hardware = None if job.spec.prove.hardware is None else hardware_of(job.spec.prove.hardware, [
-            manifest.report for manifest in manifests if isinstance(manifest.report, HardwareMeasurement)])
-        content = reports.build_report(job.id, manifests, status.conditions, total_s,
-                                       outcome.decision if outcome else None, endpoint, hardware,
-                                       stages=job.spec.stages)
-        write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
-        self._runner.persist(job.id, REPORT_FILE)
 
     def _ingest_events(self, job_id: str) -> None:
         """Store the events that running stages have written."""

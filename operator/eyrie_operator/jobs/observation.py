@@ -13,7 +13,7 @@ from eyrie_api.artifacts import MANIFEST, read_manifest
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.reports import PromotionDecision
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.stages import STAGES, Manifest
+from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.status import Condition, Endpoint, Job, JobStatus
 from eyrie_api.database.jobs import NewEvent
 from eyrie_operator.conditions import find
@@ -55,11 +55,6 @@ def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
                            endpoint.name)
 
 
-def finished_manifests(job: Job, resolved: ResolvedJob, job_dir: Path) -> list[Manifest]:
-    """Manifests of every finished stage, in the pipeline's order: candidates as in the sweep, checkpoints by step."""
-    return [stage.manifest for stage in observe_stages(job, resolved, job_dir) if stage.manifest is not None]
-
-
 def read_outcome(job_dir: Path, attempt: int, status: JobStatus) -> AttemptOutcome | None:
     """The outcome of this attempt; None before it was decided. Damaged, it is what the job's row knows of it: deciding
     again could find the job's own drafter as the incumbent."""
@@ -78,7 +73,8 @@ def outcome_of(status: JobStatus, attempt: int) -> AttemptOutcome | None:
 
 
 def observe_stages(job: Job, resolved: ResolvedJob, job_dir: Path) -> Iterator[ObservedStage]:
-    """Every stage of a job and each of its members known so far."""
+    """Every stage of a job and each of its members known so far, in the pipeline's order: candidates as in the sweep,
+    checkpoints by step."""
     started = {(stage.stage, stage.key): stage.started_at for stage in job.status.stages}
     for stage in STAGES:
         for key in stage_keys(resolved, job_dir, stage):

@@ -115,12 +115,7 @@ class Promote:
     endpoint: str
 
 
-@dataclass(frozen=True)
-class WriteReport:
-    """Write the job's report into its directory."""
-
-
-Action = StartRun | StopRun | Decide | Promote | WriteReport
+Action = StartRun | StopRun | Decide | Promote
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     if run.state == "failed":
         failed = run.failure or RunFailed(None, "", "PipelineFailed", "the run failed, and no stage reported a failure",
                                           "read the pipeline's log, then retry the job")
-        return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
+        return _plan(seen, _failed(conditions, failed, now), now)
     return _finish(spec, seen, conditions, now)
 
 
@@ -218,19 +213,19 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
             conditions = observe(conditions, "Serving", "False", why, serving.message, now)
             failed = RunFailed(None, "", why, serving.message, "the drafter and its measurements are kept: read the "
                                "engine's log, then promote it again with `eyrie endpoints`")
-            return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
+            return _plan(seen, _failed(conditions, failed, now), now)
         if serving.state == "off":
             conditions = observe(conditions, "Serving", "False", "Off", serving.message, now)
         else:
             conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
     conditions = observe(conditions, "Succeeded", "True", "Completed", summarize_decision(decision), now)
-    return _plan(seen, conditions, now, WriteReport())
+    return _plan(seen, conditions, now)
 
 
 def plan_failure(seen: ObservedJob, error: EyrieError, now: datetime) -> ActionPlan:
     """The plan for a job whose next action raised: it fails with the error's reason, message and hint."""
     failed = RunFailed(None, "", error.reason, error.message, error.hint)
-    return _plan(seen, _failed(seen.previous.conditions, failed, now), now, WriteReport())
+    return _plan(seen, _failed(seen.previous.conditions, failed, now), now)
 
 
 def _failed(conditions: Conditions, failed: RunFailed, now: datetime) -> Conditions:

@@ -57,7 +57,6 @@ class SglangPods:
 class EmbeddedEnginePods:
     """The reference engine: for the quickstart model, tests, and machines without SGLang. It supports no API key."""
 
-    target: str
     argv: Callable[[DrafterUse, int], Sequence[str]]
     """The command line for a use and a port; it listens on 0.0.0.0. Passed in as a function because the module that
     renders it (`EngineCommand` of `eyrie_workers.engines.process`) also starts processes."""

@@ -10,18 +10,15 @@ and the pod downloads them; a directory becomes a claim that holds its files, na
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from eyrie_api.contract.engine import EngineSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.targets import Dtype, is_hub_id
-from eyrie_api.contract.tuning import DrafterUse
-from eyrie_api.planning.sglang_attention import Platform, SglangHardware
+from eyrie_api.contract.targets import is_hub_id
+from eyrie_api.planning.sglang_attention import Platform
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import Manifest, object_name
 from eyrie_operator.manifests.pods import ADAPTIVE_DIR, ADAPTIVE_FILE, ANY_HOST, literal
-from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.launch import (
     LaunchPlan,
     adaptive_config,
@@ -51,21 +48,11 @@ class ServedDecision:
     name: str
     """Of the objects; `object_name` shortens it."""
 
-    model: str
-    """In requests."""
+    plan: LaunchPlan
+    """Address and adaptive file are those of each document."""
 
-    target: TargetCheckpoint
-    dtype: Dtype
-    machine: SglangHardware
-    use: DrafterUse = field(default_factory=DrafterUse)
-    drafter: DrafterCheckpoint | None = None
     is_mtp: bool = False
     """The drafter is the target's own MTP layers."""
-
-    engine: EngineSpec = field(default_factory=EngineSpec)
-    """GPUs of one server, attention backend and further arguments of SGLang."""
-
-    max_running_requests: int = 48
 
 
 class EngineLaunch(Frozen):
@@ -85,17 +72,13 @@ class EngineLaunch(Frozen):
 
 
 def sglang_launch(served: ServedDecision, host: str = "127.0.0.1", adaptive_path: str = ADAPTIVE_FILE) -> EngineLaunch:
-    plan = LaunchPlan(
-        target=served.target, machine=served.machine, served_model_name=served.model, drafter=served.drafter,
-        setting=served.use.setting, map=served.use.map, adaptive_path=adaptive_path, host=host, port=PORT,
-        dtype=served.dtype, context_length=served.use.context_length, engine=served.engine,
-        max_running_requests=served.max_running_requests)
+    plan = replace(served.plan, host=host, port=PORT, adaptive_path=adaptive_path)
     notes = []
-    if served.use.map is not None and served.machine.platform == "cpu":
+    if plan.map is not None and plan.machine.platform == "cpu":
         plan = replace(plan, map=None)  # the server would end with NotImplementedError
         notes.append("SGLang has no adaptive speculation on CPUs: one setting is served at every load")
     try:
-        if served.use.map is not None and adaptive_slots(plan) is None:
+        if plan.map is not None and adaptive_slots(plan) is None:
             notes.append("the operating map has no form that SGLang follows: one setting is served at every load")
         command = ("python3", "-m", "sglang.launch_server", *launch_arguments(plan))
     except Unlaunchable as error:
@@ -104,7 +87,7 @@ def sglang_launch(served: ServedDecision, host: str = "127.0.0.1", adaptive_path
     if "SGLANG_EXTERNAL_MODEL_PACKAGE" in environment:
         notes.append("SGLang imports the target's class from the package eyrie: install it into SGLang's environment")
     return EngineLaunch(engine="sglang", image=IMAGES["sglang"], command=command, environment=environment,
-                        adaptive=adaptive_config(plan), notes=(*notes, *_of_platform(served)))
+                        adaptive=adaptive_config(plan), notes=(*notes, *_of_platform(plan)))
 
 
 def vllm_launch(served: ServedDecision, host: str = "127.0.0.1") -> EngineLaunch:
@@ -112,29 +95,30 @@ def vllm_launch(served: ServedDecision, host: str = "127.0.0.1") -> EngineLaunch
         speculation, notes = _vllm_speculation(served)
     except Unlaunchable as error:
         return EngineLaunch(engine="vllm", image=IMAGES["vllm"], refused=str(error))
-    reaches = [part.context_length for part in (served.target, served.drafter) if part is not None]
-    context = served.use.context_length or min(reaches)
-    command = ["vllm", "serve", served.target.model, "--served-model-name", served.model, "--host", host,
-               "--port", str(PORT), "--dtype", served.dtype, "--max-model-len", str(context),
-               "--max-num-seqs", str(served.max_running_requests), "--tensor-parallel-size", str(served.engine.tp_size)]
-    if served.target.revision is not None:
-        command += ["--revision", served.target.revision]
+    plan = served.plan
+    reaches = [part.context_length for part in (plan.target, plan.drafter) if part is not None]
+    context = plan.context_length or min(reaches)
+    command = ["vllm", "serve", plan.target.model, "--served-model-name", plan.served_model_name, "--host", host,
+               "--port", str(PORT), "--dtype", plan.dtype, "--max-model-len", str(context),
+               "--max-num-seqs", str(plan.max_running_requests), "--tensor-parallel-size", str(plan.engine.tp_size)]
+    if plan.target.revision is not None:
+        command += ["--revision", plan.target.revision]
     if speculation:
         command += ["--speculative-config", json.dumps(speculation)]
         notes.append("measured in another engine: eyrie certify --off URL --drafted URL certifies it in vLLM")
     return EngineLaunch(engine="vllm", image=IMAGES["vllm"], command=tuple(command),
-                        notes=(*notes, *_of_platform(served)))
+                        notes=(*notes, *_of_platform(plan)))
 
 
 def _vllm_speculation(served: ServedDecision) -> tuple[dict[str, Any], list[str]]:
     """vLLM's `--speculative-config`, empty without a drafter, and what is served otherwise than measured. Raises
     Unlaunchable."""
-    setting, drafter, notes = served.use.setting, served.drafter, list[str]()
+    setting, drafter, notes = served.plan.setting, served.plan.drafter, list[str]()
     if setting.tree is None:
         return {}, notes
     if setting.tree.top_k > 1:
         notes.append(f"vLLM verifies chains: {setting.label()} is served as a chain of {setting.tree.num_steps}")
-    if served.use.map is not None:
+    if served.plan.map is not None:
         notes.append(f"the operating map is not exported to vLLM: {setting.label()} is served at every load")
     config: dict[str, Any] = {"num_speculative_tokens": setting.tree.num_steps}
     if setting.method == "ngram":
@@ -151,9 +135,9 @@ def _vllm_speculation(served: ServedDecision) -> tuple[dict[str, Any], list[str]
     return {"method": methods[drafter.algorithm], "model": drafter.directory, **config}, notes
 
 
-def _of_platform(served: ServedDecision) -> list[str]:
-    return [] if served.machine.platform == "cuda" else [
-        f"the image is for CUDA, and {served.machine.name} is not: take the engine's image for it"]
+def _of_platform(plan: LaunchPlan) -> list[str]:
+    return [] if plan.machine.platform == "cuda" else [
+        f"the image is for CUDA, and {plan.machine.name} is not: take the engine's image for it"]
 
 
 class Objects(Frozen):
@@ -174,16 +158,16 @@ class Objects(Frozen):
 def objects(served: ServedDecision, engine: ServingEngine) -> Objects:
     claims: dict[str, str] = {}
     notes = []
-    name = object_name(served.name)
-    placed = served
-    if not is_hub_id(served.target.model):
+    name, plan = object_name(served.name), served.plan
+    if not is_hub_id(plan.target.model):
         claims["target"] = _TARGET_DIR
-        notes.append(f"the claim {name}-target holds the files of {served.target.model}")
-        placed = replace(placed, target=replace(served.target, model=_TARGET_DIR))
-    if served.drafter is not None and not is_hub_id(served.drafter.directory):
+        notes.append(f"the claim {name}-target holds the files of {plan.target.model}")
+        plan = replace(plan, target=replace(plan.target, model=_TARGET_DIR))
+    if plan.drafter is not None and not is_hub_id(plan.drafter.directory):
         claims["drafter"] = _DRAFTER_DIR
-        notes.append(f"the claim {name}-drafter holds the files of {served.drafter.directory}")
-        placed = replace(placed, drafter=replace(served.drafter, directory=_DRAFTER_DIR))
+        notes.append(f"the claim {name}-drafter holds the files of {plan.drafter.directory}")
+        plan = replace(plan, drafter=replace(plan.drafter, directory=_DRAFTER_DIR))
+    placed = replace(served, plan=plan)
     launch = sglang_launch(placed, ANY_HOST, f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}") if engine == "sglang" else \
         vllm_launch(placed, ANY_HOST)
     if launch.refused:
@@ -200,12 +184,12 @@ def objects(served: ServedDecision, engine: ServingEngine) -> Objects:
                               "data": {ADAPTIVE_FILE: launch.adaptive}})
         volumes.append({"name": "adaptive", "configMap": {"name": adaptive}})
         mounts.append({"name": "adaptive", "mountPath": ADAPTIVE_DIR, "readOnly": True})
-    gpu = _GPUS.get(served.machine.platform)
+    gpu = _GPUS.get(plan.machine.platform)
     container: Manifest = {
         "image": launch.image, "command": list(literal(launch.command)),
         "env": [{"name": variable, "value": value} for variable, value in sorted(launch.environment.items())],
         "ports": [{"containerPort": PORT, "protocol": "TCP"}], "volumeMounts": mounts}
-    limits = {} if gpu is None else {"resources": {"limits": {gpu: str(served.engine.tp_size)}}}
+    limits = {} if gpu is None else {"resources": {"limits": {gpu: str(plan.engine.tp_size)}}}
     return Objects(
         kubernetes=(*configuration, *_deployment(name, container | limits, volumes)),
         kserve=(*configuration, {
@@ -214,7 +198,7 @@ def objects(served: ServedDecision, engine: ServingEngine) -> Objects:
                 "minReplicas": 1, "volumes": volumes,
                 "containers": [{"name": "kserve-container", **container, **limits, "readinessProbe": _probe(PORT, 5)}],
             }}}),
-        llm_d=_llm_d(served, container, volumes, configuration, f"{name}-target" if "target" in claims else None),
+        llm_d=_llm_d(served.plan, container, volumes, configuration, f"{name}-target" if "target" in claims else None),
         notes=tuple(notes))
 
 
@@ -238,15 +222,16 @@ def _deployment(name: str, container: Manifest, volumes: list[Manifest]) -> list
          "spec": {"selector": labels, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]}}]
 
 
-def _llm_d(served: ServedDecision, container: Manifest, volumes: list[Manifest], configuration: list[Manifest],
+def _llm_d(plan: LaunchPlan, container: Manifest, volumes: list[Manifest], configuration: list[Manifest],
            target_claim: str | None) -> Manifest:
     """The chart asks for GPUs itself, by accelerator and parallelism, and its proxy is for separate prefill."""
     return {
-        "modelArtifacts": {"name": served.model, "uri": f"hf://{served.target.model}" if target_claim is None else
+        "modelArtifacts": {"name": plan.served_model_name,
+                           "uri": f"hf://{plan.target.model}" if target_claim is None else
                            f"pvc://{target_claim}/"},
-        "accelerator": {"type": _ACCELERATORS[served.machine.platform]},
+        "accelerator": {"type": _ACCELERATORS[plan.machine.platform]},
         "routing": {"servicePort": PORT, "proxy": {"enabled": False}},
-        "decode": {"create": True, "replicas": 1, "parallelism": {"tensor": served.engine.tp_size}, "volumes": volumes,
+        "decode": {"create": True, "replicas": 1, "parallelism": {"tensor": plan.engine.tp_size}, "volumes": volumes,
                    "containers": [{"name": "engine", "modelCommand": "custom", "mountModelVolume": False} | container]},
         "prefill": {"create": False},
         "extraObjects": configuration}

@@ -28,26 +28,14 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_operator.manifests.monitoring import render_monitoring
 from eyrie_operator.manifests.pods import ADAPTIVE_FILE, EngineLine, engine_line, pod_spec
-from eyrie_operator.manifests.rollout import (
-    CANARY_REVISION,
-    CANARY_SHARE,
-    CANARY_SINCE,
-    NO_REVISION,
-    RolloutState,
-    steady_state,
-)
+from eyrie_operator.manifests.rollout import CANARY_REVISION, CANARY_SHARE, CANARY_SINCE, NO_REVISION, RolloutState
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
-def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
-                    wanted: RolloutState | None = None) -> tuple[Manifest, ...]:
-    """Every object of an endpoint. Raises Undeployable or Unlaunchable, naming what is wrong.
-
-    wanted   the desired state, from `rollout.apply_plan`. Default: `steady_state`, where no canary has a share of the
-             requests; callers that drive a rollout pass the state.
-    """
-    wanted = steady_state(endpoint) if wanted is None else wanted
+def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState) -> tuple[Manifest, ...]:
+    """Every object of an endpoint in this state (`rollout.apply_plan`). Raises Undeployable or Unlaunchable, naming
+    what is wrong."""
     rendered: list[Manifest] = []
     for revision in endpoint.revisions:
         if revision.number in wanted.engines:

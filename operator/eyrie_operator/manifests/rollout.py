@@ -28,7 +28,6 @@ from datetime import datetime
 from typing import Any, Literal
 
 from eyrie_api.contract.promotion import CanarySpec
-from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.plan import EndpointPlan, ObservedCanary, ObservedEndpoint, ObservedEngine, ServePolicy
@@ -81,21 +80,6 @@ class RolloutState:
 
     canary: ObservedCanary | None = None
     """The revision that has a share of the requests."""
-
-
-@dataclass(frozen=True)
-class ObjectRef:
-    api_version: str
-    kind: str
-    name: str
-
-
-def steady_state(endpoint: Endpoint) -> RolloutState:
-    """The state without a rollout in progress: the active revision serves, a candidate runs without a share."""
-    if endpoint.desired == "off":
-        return RolloutState()
-    numbers = {number for number in (endpoint.active_revision, endpoint.candidate_revision) if number is not None}
-    return RolloutState(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
 
 
 def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
@@ -156,13 +140,13 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
-                     manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
+                     manifests: Iterable[Manifest]) -> tuple[_Object, ...]:
     """Objects of the endpoint that are not rendered any more, to be deleted.
 
     Objects created by controllers from ours (pods, ReplicaSets, an autoscaler) are garbage-collected with their owner.
     """
     rendered = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
-    return tuple(ObjectRef(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in objects
+    return tuple(each for each in objects
                  if each["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint and each["kind"] in KINDS
                  and (each["kind"], each["metadata"]["name"]) not in rendered)
 

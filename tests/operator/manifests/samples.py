@@ -17,10 +17,13 @@ from eyrie_operator.manifests.deployment import (
     DrafterFiles,
     EmbeddedEnginePods,
     EndpointDeployment,
+    Manifest,
     Owner,
     SglangPods,
     StoredDrafter,
 )
+from eyrie_operator.manifests.objects import render_endpoint
+from eyrie_operator.manifests.rollout import RolloutState
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.sglang.launch import LaunchPlan
@@ -97,8 +100,21 @@ def embedded(**changes: Any) -> EndpointDeployment:
         return ["python3", *EngineCommand(target="quickstart", model="q", use=use, host="0.0.0.0",
                                           port=port).argv()[1:]]
 
-    return deployment(**({"engine": EmbeddedEnginePods("quickstart", argv),
+    return deployment(**({"engine": EmbeddedEnginePods(argv),
                           "placement": Placement(image="eyrie-workers:test")} | changes))
+
+
+def steady_state(endpoint: Endpoint) -> RolloutState:
+    """Without a rollout in progress: the active revision serves, a candidate runs without a share."""
+    if endpoint.desired == "off":
+        return RolloutState()
+    numbers = {number for number in (endpoint.active_revision, endpoint.candidate_revision) if number is not None}
+    return RolloutState(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
+
+
+def render(endpoint: Endpoint, deployment: EndpointDeployment) -> tuple[Manifest, ...]:
+    """Every object of an endpoint in its steady state."""
+    return render_endpoint(endpoint, deployment, steady_state(endpoint))
 
 
 def one(manifests: Iterable[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:

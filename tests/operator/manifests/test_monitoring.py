@@ -7,7 +7,18 @@ from typing import Any
 from eyrie_api.contract.tuning import DrafterUse
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import RolloutState
-from tests.operator.manifests.samples import ADAPTIVE, CHAIN, EVERYTHING, autoscale, embedded, endpoint, one, pods, rich
+from tests.operator.manifests.samples import (
+    ADAPTIVE,
+    CHAIN,
+    EVERYTHING,
+    autoscale,
+    embedded,
+    endpoint,
+    one,
+    pods,
+    render,
+    rich,
+)
 
 
 def rules(rendered: Any) -> list[dict[str, Any]]:
@@ -17,7 +28,7 @@ def rules(rendered: Any) -> list[dict[str, Any]]:
 
 def test_a_collapse_is_measured_over_a_window_against_the_proven_tau() -> None:
     result = rich(monitoring=True, min_acceptance_ratio=0.5)
-    [rule] = [each for each in rules(render_endpoint(endpoint(active=2), result))
+    [rule] = [each for each in rules(render(endpoint(active=2), result))
               if each["alert"] == "EyrieAcceptanceCollapsed"]
     assert "rate(sglang:generation_tokens_total{" in rule["expr"]
     assert "rate(sglang:spec_verify_calls_total{" in rule["expr"]
@@ -31,13 +42,13 @@ def test_no_revision_is_accused_of_what_its_engine_cannot_count() -> None:
     ours = embedded(monitoring=True, served=EVERYTHING)
     for found, result, accused in ((endpoint(active=1), rich(), False), (adaptive, rich(), False),
                                  (endpoint(active=1), ours, False), (adaptive, ours, True)):
-        alerts = {each["alert"] for each in rules(render_endpoint(found, result))}
+        alerts = {each["alert"] for each in rules(render(found, result))}
         assert ("EyrieAcceptanceCollapsed" in alerts) == accused
         assert {"EyrieNoEngineUp", "EyrieRequestsFailing", "EyrieRequestsQueued"} <= alerts
 
 
 def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on() -> None:
-    rendered = render_endpoint(endpoint(active=2), rich())
+    rendered = render(endpoint(active=2), rich())
     monitor = one(rendered, "PodMonitor")["spec"]
     [pod] = pods(rendered)
     assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -53,13 +64,13 @@ def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on()
 
 def test_each_engine_is_watched_by_its_own_names() -> None:
     result = embedded(monitoring=True, served=EVERYTHING)
-    text = json.dumps(render_endpoint(endpoint(active=2), result))
+    text = json.dumps(render(endpoint(active=2), result))
     assert "eyrie_drafted_round_tokens_total" in text
     assert "sglang:" not in text
 
 
 def test_the_dashboard_is_a_document_grafana_can_load() -> None:
-    rendered = render_endpoint(endpoint(), rich(monitoring=True, monitoring_labels={"release": "prometheus"}))
+    rendered = render(endpoint(), rich(monitoring=True, monitoring_labels={"release": "prometheus"}))
     config = one(rendered, "ConfigMap", "eyrie-chat-dashboard")
     [text] = config["data"].values()
     board = json.loads(text)

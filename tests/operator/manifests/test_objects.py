@@ -30,7 +30,6 @@ from eyrie_operator.manifests.deployment import (
     Undeployable,
     object_name,
 )
-from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_workers.sglang.plugin_files import PACKAGE
 from tests.operator.manifests.samples import (
     ADAPTIVE,
@@ -45,6 +44,7 @@ from tests.operator.manifests.samples import (
     endpoint,
     one,
     pods,
+    render,
     rich,
 )
 
@@ -73,18 +73,18 @@ def flag(container: dict[str, Any], name: str) -> str | None:
 
 
 def test_active_and_candidate_stand_side_by_side_and_no_other_revision() -> None:
-    rendered = render_endpoint(endpoint(active=1, candidate=3), deployment())
+    rendered = render(endpoint(active=1, candidate=3), deployment())
     assert [each["metadata"]["name"] for each in rendered if each["kind"] == "Deployment"] == [
         "eyrie-chat-r1", "eyrie-chat-r3"]
 
 
 def test_an_endpoint_switched_off_leaves_nothing() -> None:
-    assert render_endpoint(endpoint(desired="off"), rich()) == ()
+    assert render(endpoint(desired="off"), rich()) == ()
 
 
 @EVERY_WAY
 def test_what_selects_pods_finds_those_of_its_revision_and_no_others(how: Any) -> None:
-    rendered = render_endpoint(endpoint(active=2, candidate=3), how())
+    rendered = render(endpoint(active=2, candidate=3), how())
 
     def found(selector: dict[str, str]) -> list[str]:
         return sorted({pod["metadata"]["labels"]["eyrie.dev/revision"] for pod in pods(rendered)
@@ -101,7 +101,7 @@ def test_what_selects_pods_finds_those_of_its_revision_and_no_others(how: Any) -
 
 
 def test_a_revision_serves_with_its_own_setting_and_drafter() -> None:
-    rendered = render_endpoint(endpoint(active=1, candidate=2), deployment())
+    rendered = render(endpoint(active=1, candidate=2), deployment())
     bare, drafted = (engine(pod) for pod in pods(rendered))
     assert flag(bare, "--speculative-algorithm") is None
     assert flag(drafted, "--speculative-algorithm") == "EAGLE3"
@@ -114,7 +114,7 @@ def test_a_revision_serves_with_its_own_setting_and_drafter() -> None:
 @EVERY_WAY
 def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: Any) -> None:
     result = how(startup_timeout_s=1200.0)
-    for pod in pods(render_endpoint(endpoint(), result)):
+    for pod in pods(render(endpoint(), result)):
         container = engine(pod)
         startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
@@ -127,14 +127,14 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
 
 @EVERY_WAY
 def test_a_leaving_pod_waits_for_the_proxies_and_then_drains_within_its_grace_period(how: Any) -> None:
-    for pod in pods(render_endpoint(endpoint(), how(drain_timeout_s=90.0, leave_delay_s=5.0))):
+    for pod in pods(render(endpoint(), how(drain_timeout_s=90.0, leave_delay_s=5.0))):
         assert pod["spec"]["terminationGracePeriodSeconds"] == 90
         assert engine(pod)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
 
 
 @EVERY_WAY
 def test_pods_pass_the_restricted_profile(how: Any) -> None:
-    for pod in pods(render_endpoint(endpoint(active=1, candidate=2), how())):
+    for pod in pods(render(endpoint(active=1, candidate=2), how())):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["runAsUser"] > 0
@@ -150,7 +150,7 @@ def test_pods_pass_the_restricted_profile(how: Any) -> None:
 
 
 def test_only_an_administrator_who_says_so_has_pods_run_as_root() -> None:
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(run_as=0)))
+    [pod] = pods(render(endpoint(active=1), deployment(run_as=0)))
     contexts = [pod["spec"]["securityContext"], *(one["securityContext"] for one in pod["spec"]["containers"])]
     assert [one["runAsNonRoot"] for one in contexts] == [False, False]
     assert pod["spec"]["securityContext"]["runAsUser"] == 0
@@ -160,7 +160,7 @@ def test_only_an_administrator_who_says_so_has_pods_run_as_root() -> None:
 def test_each_image_starts_its_own_python() -> None:
     how = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), python=("/opt/sglang/python",),
                      fetch_image="eyrie:1", fetch_python=("/opt/eyrie/python", "-s"))
-    [pod] = pods(render_endpoint(endpoint(active=2), how))
+    [pod] = pods(render(endpoint(active=2), how))
     assert engine(pod)["command"][:2] == ["/opt/sglang/python", "-m"]
     assert engine(pod)["image"] == PLACEMENT.image
     for name in ("fetch-drafter", "bring-plugin"):
@@ -172,8 +172,8 @@ def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_t
     use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE)
     slots = dict(ADAPTIVE.adaptive or {})
     changed = ADAPTIVE.model_copy(update={"adaptive": {**slots, "16": {"candidate_steps": [0, 1]}}})
-    rendered = render_endpoint(endpoint(active=3, use=use), deployment())
-    other = render_endpoint(endpoint(active=3, use=use.model_copy(update={"map": changed})), deployment())
+    rendered = render(endpoint(active=3, use=use), deployment())
+    other = render(endpoint(active=3, use=use.model_copy(update={"map": changed})), deployment())
     [pod], [other_pod] = pods(rendered), pods(other)
     config = one(rendered, "ConfigMap")
     [text] = config["data"].values()
@@ -186,7 +186,7 @@ def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_t
 
 
 def test_the_api_key_is_a_mounted_file_that_the_line_only_names() -> None:
-    [pod] = pods(render_endpoint(endpoint(), deployment(key_secret="chat-key")))
+    [pod] = pods(render(endpoint(), deployment(key_secret="chat-key")))
     [volume] = [each for each in pod["spec"]["volumes"] if "secret" in each]
     [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == volume["name"]]
     assert volume["secret"]["secretName"] == "chat-key"
@@ -198,7 +198,7 @@ def test_the_api_key_is_a_mounted_file_that_the_line_only_names() -> None:
 def test_no_secret_is_quoted_only_named(how: Any) -> None:
     placement = how().placement.model_copy(update={
         "secret_variables": (SecretVariable(variable="HF_TOKEN", secret="hub", key="token"),), "work": S3})
-    rendered = render_endpoint(endpoint(active=1, candidate=2), how(placement=placement))
+    rendered = render(endpoint(active=1, candidate=2), how(placement=placement))
     assert not [each for each in rendered if each["kind"] == "Secret"]
     for pod in pods(rendered):
         [token] = [each for each in engine(pod)["env"] if each["name"] == "HF_TOKEN"]
@@ -209,7 +209,7 @@ def test_no_secret_is_quoted_only_named(how: Any) -> None:
 @pytest.mark.parametrize("volume", [ModelCacheSpec(claim="models"), ModelCacheSpec(node_path="/shared/models")])
 def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(volume: ModelCacheSpec) -> None:
     cached = CachedTarget(volume, JobTarget(model="org/model", revision="v1"))
-    for pod in pods(render_endpoint(endpoint(active=2), rich(cached_target=cached))):
+    for pod in pods(render(endpoint(active=2), rich(cached_target=cached))):
         spec = pod["spec"]
         prefetcher = spec["initContainers"][0]
         assert prefetcher["command"][-6:] == ["--cache", MODEL_CACHE_DIR, "--model", "org/model", "--revision", "v1"]
@@ -223,12 +223,12 @@ def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(vo
         assert found == {"name": "model-cache", **(
             {"persistentVolumeClaim": {"claimName": "models"}} if volume.claim else
             {"hostPath": {"path": "/shared/models", "type": "Directory"}})}
-    for pod in pods(render_endpoint(endpoint(active=2), rich(cached_target=None))):
+    for pod in pods(render(endpoint(active=2), rich(cached_target=None))):
         assert "model-cache" not in [one["name"] for one in pod["spec"]["volumes"]]
 
 
 def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_brings_to_its_own_image() -> None:
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(fetch_image="eyrie:1")))
+    [pod] = pods(render(endpoint(active=1), deployment(fetch_image="eyrie:1")))
     bringer = one_container(pod["spec"]["initContainers"])
     directory = flag(bringer, "--directory")
     assert engine(pod)["command"][:3] == ["python3", "-m", f"{PACKAGE}.guarded"]
@@ -236,7 +236,7 @@ def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_br
     assert {"name": "PYTHONPATH", "value": directory} in engine(pod)["env"]
     for container in (bringer, engine(pod)):
         assert "plugin" in [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == directory]
-    [without] = pods(render_endpoint(endpoint(active=1), deployment()))  # its own image has Eyrie
+    [without] = pods(render(endpoint(active=1), deployment()))  # its own image has Eyrie
     assert engine(without)["command"] == engine(pod)["command"]
     assert "initContainers" not in without["spec"]
     assert "PYTHONPATH" not in {each["name"] for each in engine(without)["env"]}
@@ -245,15 +245,15 @@ def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_br
 def test_an_architecture_that_needs_our_model_classes_is_given_our_package() -> None:
     needing = SglangPods(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
     named = {"name": "SGLANG_EXTERNAL_MODEL_PACKAGE", "value": PACKAGE}
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
+    [pod] = pods(render(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
     assert named in engine(pod)["env"]
-    [plain] = pods(render_endpoint(endpoint(active=1), deployment(fetch_image="eyrie:1")))
+    [plain] = pods(render(endpoint(active=1), deployment(fetch_image="eyrie:1")))
     assert named not in engine(plain)["env"]
 
 
 def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
     result = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
-    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), result))
+    bare, drafted = pods(render(endpoint(active=1, candidate=2), result))
     assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
     fetcher = first(drafted, "fetch-drafter")
     directory = flag(engine(drafted), "--speculative-draft-model-path")
@@ -269,7 +269,7 @@ def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> Non
 
 
 def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_loads_it() -> None:
-    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), deployment(fetch_image="eyrie:1")))
+    bare, drafted = pods(render(endpoint(active=1, candidate=2), deployment(fetch_image="eyrie:1")))
     assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
     verifier = first(drafted, "verify-drafter")
     assert verifier["image"] == "eyrie:1"
@@ -283,17 +283,17 @@ def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_l
 def test_files_that_an_engine_opens_are_judged_in_its_pod_by_the_rules_of_its_endpoint() -> None:
     rules = ReadRules(home="/var/lib/eyrie", places=("jobs/data",))
     given = deployment(fetch_image="eyrie:1", reads=rules, target_path="/models/$(chat)")
-    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), given))
+    bare, drafted = pods(render(endpoint(active=1, candidate=2), given))
     for pod, job, opened in ((bare, None, []), (drafted, "j2", ["/var/lib/eyrie/jobs/j2/c"])):
         judge = first(pod, "judge-files")
         assert ReadRules.model_validate_json(str(flag(judge, "--rules"))) == rules.with_job(job)
         after = judge["command"].index("--opened") + 1
         assert judge["command"][after:] == ["/models/$$(chat)", *opened]
         assert [mount["mountPath"] for mount in judge["volumeMounts"]] == ["/var/lib/eyrie"]
-    for pod in pods(render_endpoint(endpoint(active=1, candidate=2), deployment(
+    for pod in pods(render(endpoint(active=1, candidate=2), deployment(
             fetch_image="eyrie:1", reads=None, target_path="/models/chat"))):
         assert "judge-files" not in [one["name"] for one in pod["spec"]["initContainers"]]
-    [hub] = pods(render_endpoint(endpoint(active=1), deployment(reads=rules)))
+    [hub] = pods(render(endpoint(active=1), deployment(reads=rules)))
     assert [one["name"] for one in hub["spec"].get("initContainers", [])] == []
 
 
@@ -309,14 +309,14 @@ def test_the_program_that_judges_refuses_what_links_lead_to(tmp_path: Path, caps
 
 
 def test_the_work_volume_is_mounted_read_only_at_the_path_the_stages_wrote() -> None:
-    [pod] = pods(render_endpoint(endpoint(active=2), deployment()))
+    [pod] = pods(render(endpoint(active=2), deployment()))
     [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == "work"]
     assert mount["readOnly"]
     assert str(flag(engine(pod), "--speculative-draft-model-path")).startswith(f"{mount['mountPath']}/")
 
 
 def test_gpus_shared_memory_and_the_node_are_those_of_the_placement() -> None:
-    [pod] = pods(render_endpoint(endpoint(), deployment()))
+    [pod] = pods(render(endpoint(), deployment()))
     resources = engine(pod)["resources"]
     assert resources == {"requests": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"},
                          "limits": {"nvidia.com/gpu": "1"}}
@@ -327,7 +327,7 @@ def test_gpus_shared_memory_and_the_node_are_those_of_the_placement() -> None:
 
 
 def test_every_object_is_owned_by_the_endpoints_resource() -> None:
-    for each in render_endpoint(endpoint(active=1, candidate=3), rich()):
+    for each in render(endpoint(active=1, candidate=3), rich()):
         [owner] = each["metadata"]["ownerReferences"]
         assert owner == {"apiVersion": "eyrie.dev/v1alpha1", "kind": "DraftEndpoint", "name": "chat", "uid": "u-1",
                          "controller": True, "blockOwnerDeletion": True}
@@ -335,7 +335,7 @@ def test_every_object_is_owned_by_the_endpoints_resource() -> None:
 
 def test_an_update_needs_a_spare_gpu_only_when_asked_to() -> None:
     for surge, step in ((True, {"maxSurge": 1, "maxUnavailable": 0}), (False, {"maxSurge": 0, "maxUnavailable": 1})):
-        spec = one(render_endpoint(endpoint(), deployment(surge=surge)), "Deployment")["spec"]
+        spec = one(render(endpoint(), deployment(surge=surge)), "Deployment")["spec"]
         assert spec["strategy"]["rollingUpdate"] == step
 
 
@@ -367,13 +367,13 @@ def test_an_embedded_engine_is_not_given_a_key_it_would_ignore() -> None:
 
 def test_a_drafter_of_which_nothing_is_known_is_refused_by_its_revision() -> None:
     with pytest.raises(Undeployable, match="revision 2"):
-        render_endpoint(endpoint(active=2), deployment(drafters={}))
+        render(endpoint(active=2), deployment(drafters={}))
 
 
 def test_what_sglang_would_refuse_is_refused_before_anything_is_applied() -> None:
     short = endpoint(active=3, use=DrafterUse(drafter_dir="/d", setting=CHAIN, context_length=32_768))
     with pytest.raises(Unlaunchable, match="32768"):
-        render_endpoint(short, deployment())
+        render(short, deployment())
 
 
 NAMES = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", fullmatch=True)
@@ -408,7 +408,7 @@ def objects_of(value: Any) -> Iterator[dict[str, Any]]:
 def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, placement: Placement, how: Any,
                                                                    active: int | None) -> None:
     result: EndpointDeployment = how(placement=placement)
-    rendered = render_endpoint(endpoint(active=active, candidate=3, name=name), result)
+    rendered = render(endpoint(active=active, candidate=3, name=name), result)
     assert len({(each["kind"], each["metadata"]["name"]) for each in rendered}) == len(rendered)
     for each in rendered:
         assert each["apiVersion"]
@@ -434,10 +434,10 @@ def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, pl
 def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
     plan = replace(PLAN, target=replace(PLAN.target, model=named))
-    [pod] = pods(render_endpoint(endpoint(active=1), deployment(engine=SglangPods(plan))))
+    [pod] = pods(render(endpoint(active=1), deployment(engine=SglangPods(plan))))
     assert flag(engine(pod), "--model-path") == written
-    ours = EmbeddedEnginePods(named, lambda use, port: ["python3", "--target", named])
-    [pod] = pods(render_endpoint(endpoint(active=1), embedded(engine=ours)))
+    ours = EmbeddedEnginePods(lambda use, port: ["python3", "--target", named])
+    [pod] = pods(render(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
 
 
@@ -448,7 +448,7 @@ def test_the_kubelet_expands_nothing_in_the_arguments_of_init_containers() -> No
              for number, files in deployment().drafters.items()}
     for work, name, flags in ((S3, "fetch-drafter", ("--prefix", "--part")),
                               (PLACEMENT.work, "verify-drafter", ("--path",))):
-        [pod] = pods(render_endpoint(endpoint(active=2), deployment(
+        [pod] = pods(render(endpoint(active=2), deployment(
             placement=PLACEMENT.model_copy(update={"work": work}), drafters=known, cached_target=cached,
             fetch_image="eyrie:1")))
         assert {flag(first(pod, name), one) for one in flags} == {written}
@@ -458,7 +458,7 @@ def test_the_kubelet_expands_nothing_in_the_arguments_of_init_containers() -> No
 
 
 def test_the_embedded_engine_is_started_by_its_own_line() -> None:
-    [pod] = pods(render_endpoint(endpoint(active=2), embedded()))
+    [pod] = pods(render(endpoint(active=2), embedded()))
     line = engine(pod)["command"]
     assert line[:3] == ["python3", "-m", "eyrie_workers.engines.server"]
     assert flag(engine(pod), "--host") == "0.0.0.0"

@@ -7,9 +7,8 @@ import pytest
 
 from eyrie_operator.endpoints.plan import ObservedEngine
 from eyrie_operator.manifests.deployment import REVISION_LABEL
-from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import CRASHES, drafter_failure, observe_engines
-from tests.operator.manifests.samples import deployment, endpoint, one, pods
+from tests.operator.manifests.samples import deployment, endpoint, one, pods, render
 
 BORN = "2026-01-02T00:00:00Z"
 
@@ -17,7 +16,7 @@ BORN = "2026-01-02T00:00:00Z"
 def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, serving: int | None = None,
          replicas: int = 2, **pod_metadata: Any) -> ObservedEngine:
     """The engine of revision 1, as rendered, with these statuses."""
-    rendered = render_endpoint(endpoint(active=1), deployment(replicas=2))
+    rendered = render(endpoint(active=1), deployment(replicas=2))
     workload = one(rendered, "Deployment")
     workload["metadata"] |= {"creationTimestamp": BORN, "generation": 1}
     workload["status"] = {"observedGeneration": 1} | status

@@ -16,16 +16,14 @@ from eyrie_operator.endpoints.plan import CANARY_ERRORS, Activate, ObservedCanar
 from eyrie_operator.manifests.deployment import EndpointDeployment, Manifest
 from eyrie_operator.manifests.objects import base_url, render_endpoint, weights
 from eyrie_operator.manifests.rollout import (
-    ObjectRef,
     RolloutState,
     apply_plan,
     current_state,
     observe_endpoint,
     obsolete_objects,
     policy_on_cluster,
-    steady_state,
 )
-from tests.operator.manifests.samples import NOW, deployment, endpoint, one, rich
+from tests.operator.manifests.samples import NOW, deployment, endpoint, one, render, rich, steady_state
 
 TRIED = ServePolicy(canary=CanarySpec(shares=(0.2, 0.5), min_requests=5, max_step_s=10.0), health_timeout_s=60.0)
 WANTED = st.builds(
@@ -57,7 +55,7 @@ class Cluster:
         rendered = render_endpoint(found, self.spec, wanted)
         gone = obsolete_objects(found.name, self.objects, rendered)
         assert {(one["kind"], one["metadata"]["name"]) for one in (*self.objects, *rendered)} == (
-            {(one.kind, one.name) for one in gone} | {(one["kind"], one["metadata"]["name"]) for one in rendered})
+            {(one["kind"], one["metadata"]["name"]) for one in (*gone, *rendered)})
         self.objects = rendered
         for action in plan.actions:
             if isinstance(action, Activate):
@@ -175,7 +173,7 @@ def test_the_stable_service_keeps_its_name_and_leads_to_the_serving_revision_alo
 
 
 def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
-    spec = one(render_endpoint(endpoint(), rich()), "HTTPRoute")["spec"]
+    spec = one(render(endpoint(), rich()), "HTTPRoute")["spec"]
     assert spec["parentRefs"] == [{"name": "front", "namespace": "gateways"}]
     assert spec["hostnames"] == ["chat.example.com"]
     assert [match["path"]["value"] for match in spec["rules"][0]["matches"]] == ["/v1"]
@@ -184,14 +182,14 @@ def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
 @pytest.mark.parametrize(("timeout_s", "written"), [(0.0, "0s"), (600.0, "600s"), (1.5, "2s")])
 def test_a_gateways_limit_is_written_as_its_api_takes_it(timeout_s: float, written: str) -> None:
     spec = rich(gateway=GatewaySpec(name="front", request_timeout_s=timeout_s))
-    [rule] = one(render_endpoint(endpoint(), spec), "HTTPRoute")["spec"]["rules"]
+    [rule] = one(render(endpoint(), spec), "HTTPRoute")["spec"]["rules"]
     assert rule["timeouts"] == {"request": written}
     assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", written)  # the pattern of Gateway API's Duration
 
 
 def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said() -> None:
     spec = rich(served=deployment().served)
-    kinds = {each["kind"] for each in render_endpoint(endpoint(), spec)}
+    kinds = {each["kind"] for each in render(endpoint(), spec)}
     assert not kinds & {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}
     assert len(spec.left_out()) == 3
     assert policy_on_cluster(TRIED, spec).canary.shares == ()
@@ -199,12 +197,12 @@ def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said()
 
 
 def test_only_what_is_ours_and_superseded_is_named_for_deletion() -> None:
-    before = render_endpoint(endpoint(active=1, candidate=2), deployment())
+    before = render(endpoint(active=1, candidate=2), deployment())
     strangers: list[Manifest] = [
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "eyrie-chat-r1"}},
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "labels": {"eyrie.dev/endpoint": "chat"}}},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "labels": {"eyrie.dev/endpoint": "other"}}}]
-    after = render_endpoint(endpoint(active=2), deployment())
-    assert set(obsolete_objects("chat", [*before, *strangers], after)) == {
-        ObjectRef("apps/v1", "Deployment", "eyrie-chat-r1"), ObjectRef("v1", "Service", "eyrie-chat-r1-http"),
-        ObjectRef("policy/v1", "PodDisruptionBudget", "eyrie-chat-r1")}
+    after = render(endpoint(active=2), deployment())
+    gone = obsolete_objects("chat", [*before, *strangers], after)
+    assert {(one["kind"], one["metadata"]["name"]) for one in gone} == {
+        ("Deployment", "eyrie-chat-r1"), ("Service", "eyrie-chat-r1-http"), ("PodDisruptionBudget", "eyrie-chat-r1")}

@@ -8,7 +8,7 @@ from eyrie_api.contract.placement import HostPath, Toleration
 from eyrie_operator.endpoints.plan import ObservedCanary
 from eyrie_operator.manifests.objects import render_endpoint
 from eyrie_operator.manifests.rollout import RolloutState
-from tests.operator.manifests.samples import NOW, PLACEMENT, S3, deployment, embedded, endpoint, rich
+from tests.operator.manifests.samples import NOW, PLACEMENT, S3, deployment, embedded, endpoint, render, rich
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="kubernetes-validate, which holds the schemas, is not installed (extra dev)")
@@ -34,7 +34,7 @@ def test_every_built_in_object_fits_the_strict_schema(how: Any, version: str) ->
 
 
 def test_the_schema_check_would_notice_a_misspelt_field() -> None:
-    [first, *_] = render_endpoint(endpoint(), deployment())
+    [first, *_] = render(endpoint(), deployment())
     first["spec"]["template"]["spec"]["terminationGracePeriod"] = 5
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(first, "1.27", strict=True)
