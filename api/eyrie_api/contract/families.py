@@ -125,8 +125,8 @@ class DrafterFamily:
     not measured; `eyrie compare` trains such a family where it is named."""
 
     published_tau: float | None = None
-    """tau on the published model after eight minutes of training on two cores: greedy, chains of `PUBLISHED_STEPS`
-    (docs/results/published.md). `sweep.families: [auto]` predicts with it. None: experimental, or not measured."""
+    """tau on the published model after eight minutes of training on two cores: greedy, chains of `PUBLISHED_STEPS`, mean
+    of the seeds (docs/results/published.md). `sweep.families: [auto]` predicts with it. None: experimental, or not measured."""
 
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""
@@ -292,7 +292,7 @@ _ROWS = (
         variant_fields=_EAGLE3_VARIANTS,
         best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
                  "so each second of training covers fewer tokens",
-        drafting_cost="one small layer per token", quickstart_speedup=1.98, published_tau=1.53),
+        drafting_cost="one small layer per token", quickstart_speedup=1.98, published_tau=1.52),
     DrafterFamily(
         name="eagle1", title="EAGLE-1/2", module="eyrie_workers.drafters.eagle1", continues=True,
         architecture="LlamaForCausalLMEagle", target_states="final", whole_vocabulary=True,
@@ -300,7 +300,7 @@ _ROWS = (
         drafting_weights=lambda sizes, depth: depth * (_eagle1_parameters(sizes) + _output_matrix(sizes)),
         best_for="little data or short training, and engines without EAGLE-3; with a dynamic tree it is EAGLE-2",
         drafting_cost="one small layer per token, over the whole vocabulary", quickstart_speedup=2.41,
-        published_tau=1.48),
+        published_tau=1.51),
     DrafterFamily(
         name="mtp", title="MTP layer", module="eyrie_workers.drafters.mtp", of_target=True,
         architecture="MiMoForCausalLM", target_states="final", whole_vocabulary=True,
@@ -314,7 +314,7 @@ _ROWS = (
         architecture="MedusaModel", target_states="final", whole_vocabulary=False,
         parameters=_medusa_parameters, drafting_weights=lambda sizes, _depth: _medusa_parameters(sizes),
         best_for="shallow drafts at the lowest drafting cost: nothing is computed between two depths",
-        drafting_cost="one pass for all depths", quickstart_speedup=2.33, published_tau=1.36),
+        drafting_cost="one pass for all depths", quickstart_speedup=2.33, published_tau=1.38),
     DrafterFamily(
         name="hydra", title="Hydra", module="eyrie_workers.drafters.hydra",
         architecture="EyrieHydra", target_states="final", whole_vocabulary=False,
@@ -322,7 +322,7 @@ _ROWS = (
         drafting_weights=lambda sizes, depth: (2 * sizes.target.hidden_size**2 * sum(range(2, 2 + depth))
                                                + depth * _output_matrix(sizes)),
         best_for="targets on which Medusa's heads contradict one another: each head reads the tokens before its own",
-        drafting_cost="one perceptron per token", quickstart_speedup=2.43, published_tau=1.57),
+        drafting_cost="one perceptron per token", quickstart_speedup=2.43, published_tau=1.56),
     DrafterFamily(
         name="standalone", title="Standalone", module="eyrie_workers.drafters.standalone", continues=True,
         architecture="LlamaForCausalLM", target_states="none", whole_vocabulary=True,
