@@ -125,8 +125,9 @@ class DrafterFamily:
     not measured; `eyrie compare` trains such a family where it is named."""
 
     published_tau: float | None = None
-    """tau on the published model after eight minutes of training on two cores: greedy, chains of `PUBLISHED_STEPS`, mean
-    of the seeds (docs/results/published.md). `sweep.families: [auto]` predicts with it. None: experimental, or not measured."""
+    """tau on the published model after eight minutes of training on two cores: greedy, chains of `PUBLISHED_STEPS`,
+    mean of the seeds (docs/results/published.md). `sweep.families: [auto]` predicts with it. None: experimental, or
+    not measured."""
 
     drafting_weights: Callable[[DrafterSizes, int], int] | None = None
     """Weights that drafting a chain of so many tokens reads; None: all trained ones for each token."""

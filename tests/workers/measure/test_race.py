@@ -3,6 +3,7 @@
 import math
 import random
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,28 @@ def test_a_setting_that_is_computed_otherwise_is_not_similar() -> None:
     drawn = Setting(tree=DraftTreeShape(num_steps=5, num_draft_tokens=6, verification="rejection"))
     race = race_of({OFF: 1.0, chain(5): 2.0, chain(6): 1.99, other: 1.98, drawn: 1.97})
     assert race.admit(4) == [OFF, chain(5), other, drawn]
+
+
+def test_the_gain_of_another_way_to_verify_or_draft_is_that_of_its_best_shape_over_the_same_shape() -> None:
+    def otherwise(steps: int, **how: Any) -> Setting:
+        plain = chain(steps).tree
+        assert plain is not None
+        return Setting(tree=plain.model_copy(update=how))
+
+    drawn, half = ({"verification": "rejection"}, {"draft": DraftServing(quantization="fp8")})
+    true = {chain(2): 1.2, chain(5): 1.3, otherwise(2, **drawn): 1.5, otherwise(5, **drawn): 1.4,
+            otherwise(7, **half): 1.1, OFF: 1.0}
+    race = race_of(true)
+    race.active = list(true)
+    for setting, speed in true.items():
+        for rung in range(6):
+            race.record(setting, (0.0, rung), MeasuredBlock(100, 100 / speed, {
+                (f"{rung}/{answer}", f"{rung}/{answer} (0)"): speed for answer in range(2)}))
+    assert race.gains() == [
+        "2/1/3/rejection was 1.25 times as fast as 2/1/3 (1.25 to 1.25).",
+        "7/1/8/fp8 was 0.85 times as fast as 5/1/6 (0.85 to 0.85)."]
+    race.blocks = {setting: dict(list(blocks.items())[:1]) for setting, blocks in race.blocks.items()}
+    assert race.gains()[0].endswith("(too few blocks for an interval).")
 
 
 def test_required_settings_are_measured_even_if_they_cannot_win() -> None:

@@ -468,8 +468,9 @@ def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[O
                for concurrency in operating.between([*races])]
     lowest = min(races)
     shape = operating.depth_against_width(list(races[lowest].predictions.values()))
-    remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
-    return operating.compile_map(points, trials, seconds, remark), tuple(trials)
+    remarks = [f"Predicted at concurrency {lowest}: {shape}."] if shape else []
+    remarks += [f"At concurrency {concurrency}, {text}" for concurrency, race in races.items() for text in race.gains()]
+    return operating.compile_map(points, trials, seconds, " ".join(remarks)), tuple(trials)
 
 
 def chosen(races: Mapping[int, Race]) -> dict[int, Setting]:

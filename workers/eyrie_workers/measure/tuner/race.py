@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev, stdev
 
+from eyrie_api.contract.engine import DraftServing, Verification
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock, anytime_interval, paired_logs
@@ -192,6 +193,23 @@ class Race:
         return max(tried, default=None, key=lambda setting: (
             setting not in self.changed_output, setting in self.active, self.estimate(setting)))
 
+    def gains(self) -> list[str]:
+        """What each measured way of verifying or computing drafts gained over the default one, of its best shape: over
+        the same shape, or over the best where that was not measured."""
+        ways: dict[tuple[Verification, DraftServing], list[Setting]] = {}
+        for setting in sorted(self._compared(), key=self.estimate, reverse=True):
+            if setting.method == "drafter" and setting.tree:
+                ways.setdefault((setting.tree.verification, setting.tree.draft), []).append(setting)
+        texts, default = [], ways.pop(("target", DraftServing()), [])
+        for best, *_ in ways.values():
+            against = min(default, key=lambda one: _shape(one) != _shape(best), default=None)
+            if against is not None and self._common(best, against):
+                interval = self.interval(best, against)
+                sure = f"{interval.low:.2f} to {interval.high:.2f}" if interval else "too few blocks for an interval"
+                texts.append(f"{best.label()} was {self.speedup(best, against):.2f} times as fast as "
+                             f"{against.label()} ({sure}).")
+        return texts
+
     # Elimination
 
     def drop(self) -> list[Setting]:
@@ -228,6 +246,11 @@ class Race:
         rivals = [setting for setting in {OFF, *self.active} if setting != leader]
         return all(self._beaten(setting, leader) for setting in rivals) and not (
             len(self.blocks) < self.most_trials and self._candidates())
+
+
+def _shape(setting: Setting) -> tuple[int, int, int]:
+    assert setting.tree is not None
+    return setting.tree.num_steps, setting.tree.top_k, setting.tree.num_draft_tokens
 
 
 def always_raced(by_speed: Sequence[Setting]) -> list[Setting]:
