@@ -111,8 +111,9 @@ def test_an_applied_object_is_a_job_and_shows_how_it_ends(cluster: Cluster, name
 
 @pytest.mark.skipif(shutil.which(os.environ.get("KUBECTL", "kubectl")) is None, reason="no kubectl: set KUBECTL")
 def test_kubectl_can_wait_for_the_end_and_prints_the_columns(cluster: Cluster, namespace: str, jobs: Jobs,
-                                                             operator: OperatorProcess) -> None:
-    kubectl = [os.environ.get("KUBECTL", "kubectl"), "--namespace", namespace]
+                                                             operator: OperatorProcess, tmp_path: Path) -> None:
+    # What it knows of an API server it keeps for hours, and would not look for resources that have come since.
+    kubectl = [os.environ.get("KUBECTL", "kubectl"), "--namespace", namespace, "--cache-dir", str(tmp_path)]
     cluster.create(manifest(namespace))
     job = submitted(cluster, namespace, jobs)
     waiting = subprocess.Popen([*kubectl, "wait", "--for=condition=Succeeded", "dj/mine", "--timeout=90s"],
