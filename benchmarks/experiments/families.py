@@ -6,9 +6,10 @@ states for the same seconds, at its own learning rate, and drafts a chain as lon
 suite, and whole requests of one user timed side by side, prefill included. The four fastest are trained with two more
 seeds.
 
-*Carried over*: the speed-up that the cost model of plans (`planning.needed_tau`) has for other targets on an H100, if a
-drafter of the family had the same tau there: weights read and products at the rates of data sheets, with the family's
-own drafting. That shows what the cost of drafting does to the order, and nothing about tau of those targets.
+*Predicted*: the speed-up that the cost model of plans (`planning.needed_tau`) has with the measured tau, by its default
+rates of a CPU. *Carried over*: the same for other targets on an H100, if a drafter of the family had that tau there:
+weights read and products at the rates of data sheets, with the family's own drafting. That shows what the cost of
+drafting does to the order, and nothing about tau of those targets.
 
 The seconds of training are those of a machine that does nothing else.
 
@@ -38,7 +39,8 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.planning.hardware import ASSUMED, gpu_rates
+from eyrie_api.planning.facts import target_facts
+from eyrie_api.planning.hardware import ASSUMED, Rates, gpu_rates
 from eyrie_api.planning.needed_tau import planned_speedup
 from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.sweep import expand
@@ -58,12 +60,18 @@ _BEST, _MORE_SEEDS = 4, (1, 2)
 
 def carried(drafter: DrafterSpec, tau_here: float, depth: int, target: TargetFacts, num_gpus: int, weight_bytes: float,
             users: int) -> float:
+    """Speed-up of a chain with this tau on H100s. Pure."""
+    rates = gpu_rates(ASSUMED, "expected", num_gpus=num_gpus, tp_size=num_gpus, batch=users, weight_bytes=weight_bytes,
+                      active_share=target.active_parameters / target.parameters)
+    return predicted(drafter, tau_here, depth, target, users, rates)
+
+
+def predicted(drafter: DrafterSpec, tau_here: float, depth: int, target: TargetFacts, users: int,
+              rates: Rates) -> float:
     """Speed-up of a chain with this tau, by the cost model. Pure."""
     (candidate,) = expand(JobSpec(
         target=TargetSpec(model=target.source), data=DataSpec(sources=(DataSource(path="any"),)),
         drafter=drafter, train=TrainSpec(ttt_length=depth)))
-    rates = gpu_rates(ASSUMED, "expected", num_gpus=num_gpus, tp_size=num_gpus, batch=users, weight_bytes=weight_bytes,
-                      active_share=target.active_parameters / target.parameters)
     return planned_speedup(target, target.trained_drafter(candidate), depth, tau_here, users, rates)
 
 
@@ -86,21 +94,28 @@ def measure(workspace: Workspace) -> ExperimentResult:
         for _, name in fastest:
             runs[name].append(workspace.decode(trained(name, seed).last, chain))
             print(f"{name}, seed {seed}: tau {tau(runs[name][-1]):.3f}", flush=True)
-    return evaluate(runs, fields, {name: of.report.checkpoints[-1].step for name, of in first.items()}, depth, seconds)
+    drafters = {name: DRAFTERS[name].model_copy(update={"draft_vocab_size": of.report.vocabulary.draft_vocab_size})
+                for name, of in first.items()}
+    here = {name: predicted(drafter, tau(runs[name][0]), depth, target_facts(workspace.path), 1, Rates())
+            for name, drafter in drafters.items()}
+    return evaluate(runs, fields, here, {name: of.report.checkpoints[-1].step for name, of in first.items()}, depth,
+                    seconds)
 
 
-def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray, steps: Mapping[str, int], depth: int,
-             seconds: float) -> ExperimentResult:
+def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray, here: Mapping[str, float],
+             steps: Mapping[str, int], depth: int, seconds: float) -> ExperimentResult:
     """The result from counts and timings. Pure.
 
     runs    by family, one per seed          fields  [N prompts, undrafted and families, 4]
+    here    the cost model's speed-up for this target on a CPU, by its default rates
     """
     speeds = dict(zip(runs, with_intervals(fields), strict=True))
     order = sorted(runs, key=lambda name: -speeds[name][0])
     suites = list(dict.fromkeys(of.suite for of in runs[order[0]][0]))
     moved = {(name, larger, users): carried(DRAFTERS[name], tau(runs[name][0]), depth, *LARGER[larger], users=users)
              for name in runs for larger in LARGER for users in _USERS}
-    table = [[name, f"{speeds[name][0]:.2f} ({speeds[name][1].low:.2f}-{speeds[name][1].high:.2f})", _tau(runs[name]),
+    table = [[name, f"{speeds[name][0]:.2f} ({speeds[name][1].low:.2f}-{speeds[name][1].high:.2f})",
+              f"{here[name]:.2f}", _tau(runs[name]),
               *(f"{tau([of for of in runs[name][0] if of.suite == suite]):.2f}" for suite in suites),
               ", ".join(f"{tau(run):.2f}" for run in runs[name][1:]) or "-", str(steps[name]),
               *(" / ".join(f"{moved[name, larger, users]:.2f}" for users in _USERS) for larger in LARGER)]
@@ -115,7 +130,7 @@ def evaluate(runs: Mapping[str, Sequence[Sequence[Counted]]], fields: FloatArray
                 "Figures carried over assume this tau; a larger target has drafters of another tau, and launches, "
                 "attention and sampling are not in the cost model, in which each token of a mixture draws its experts "
                 "on its own."),
-        columns=("family", "speed-up", "tau", *suites, "tau, further seeds", "steps", *(
+        columns=("family", "speed-up", "predicted", "tau", *suites, "tau, further seeds", "steps", *(
             f"{larger}, {' / '.join(map(str, _USERS))} at once" for larger in LARGER)),
         table=table, figure=lambda: figure(order, speeds), timed=True)
 

@@ -150,9 +150,10 @@ def test_a_rate_is_credited_family_by_family_where_its_interval_leaves_one_out()
 def test_families_are_ranked_by_served_speed_and_carried_over_by_their_cost_of_drafting() -> None:
     taus = {"eagle3": 2.4, "eagle1": 2.2, "dflash": 2.0}
     fields = timings(list(taus.values()), 0.015)
-    finding = families.evaluate({name: [counted([value + 0.1, value - 0.1])] * (1 + 2 * (name == "eagle3"))
-                                 for name, value in taus.items()}, fields, dict.fromkeys(taus, 100), 4, 480.0)
+    runs = {name: [counted([value + 0.1, value - 0.1])] * (1 + 2 * (name == "eagle3")) for name, value in taus.items()}
+    finding = families.evaluate(runs, fields, dict.fromkeys(taus, 1.5), dict.fromkeys(taus, 100), 4, 480.0)
     assert [row[0] for row in finding.table] == ["eagle3", "eagle1", "dflash"]
+    assert {row[finding.columns.index("predicted")] for row in finding.table} == {"1.50"}
     assert finding.found[0].startswith("Fastest served: eagle3 with 1.60x")
     assert finding.found[1] == "tau over three seeds: eagle3 2.40 (sd 0.000)."
     alike = {name: families.carried(families.DRAFTERS[name], 2.0, 4, *families.LARGER["8B"], users=1) for name in taus}
