@@ -50,8 +50,9 @@ def predicted_speeds(spec: JobSpec, target: TargetFacts, architecture: str, gpu_
     rates = Rates() if not on_gpus else gpu_rates(
         known_gpu(gpu_type) or ASSUMED, "expected", num_gpus=spec.engine.tp_size, tp_size=spec.engine.tp_size,
         batch=users, weight_bytes=2.0, active_share=target.active_parameters / target.parameters)
-    vocabulary, speeds = spec.drafter.draft_vocab_size or expected_draft_vocabulary(
-        target.vocab_size, spec.data.max_conversations * spec.regenerate.max_new_tokens), dict[Family, float]()
+    most_tokens = spec.data.max_conversations * spec.regenerate.max_new_tokens
+    vocabulary = spec.drafter.draft_vocab_size or expected_draft_vocabulary(target.vocab_size, most_tokens)
+    speeds: dict[Family, float] = {}
     for name, tau in _computed(spec, architecture, on_gpus):
         (candidate,) = expand(spec.model_copy(update={
             "drafter": spec.drafter.model_copy(update={"family": name, "draft_vocab_size": vocabulary}),

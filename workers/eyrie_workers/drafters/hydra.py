@@ -16,7 +16,7 @@ is drafted token by token, one head per depth, so trees grow by confidence like 
 
 Two things differ from the paper: e is the target's embedding scaled to a mean square of one, and W is shared, which
 saves S - 1 matrices of [D, H]. Measured on the quickstart target (295 answers of 16 k tokens, 4 epochs, 7 heads,
-D 1536, peak learning rate 2e-3, one run each; simulated speed-up over 780 held-out roots, and the share of first and
+D 1536, peak learning rate 2e-3, one run each; theoretical speed-up over 780 held-out roots, and the share of first and
 last heads that are correct):
 
     as it is                        4.00    .74 .74        learning rate 5e-3    3.86    .74 .70

@@ -15,7 +15,7 @@ path is the product of the marginals of its depths, from which trees are built (
 (`drafters.hydra`) the heads read the tokens.
 
 Each head has its own output matrix, as in the paper. Measured on the quickstart target (295 answers of 16 k
-tokens, 4 epochs, 7 heads, D 1536, one run each; simulated speed-up over 780 held-out roots):
+tokens, 4 epochs, 7 heads, D 1536, one run each; theoretical speed-up over 780 held-out roots):
 
     peak learning rate               5e-4    2e-3    5e-3    1e-2
     one matrix for each head         1.64    2.77    3.23    3.24

@@ -22,7 +22,7 @@ are most of its weights.
 Both matrices are initialised from the target's, projected on the directions in which the rows vary most: with E = U S
 V' (singular values descending), embed = E V_h, the best approximation of the target's geometry in the drafter's width
 h; the output matrix likewise, with the weight of the target's final norm folded in. Measured on 150 conversations of
-the quickstart target, 130 steps, 251 held-out roots: simulated speed-up 2.39 and first-step accuracy .59 (with other
+the quickstart target, 130 steps, 251 held-out roots: theoretical speed-up 2.39 and first-step accuracy .59 (with other
 signs of the same directions 2.51 and .61: the spread of two runs), against 2.05 and .49 from random matrices.
 
     T packed tokens, N predicted positions, B rows, H hidden, V vocabulary
@@ -255,7 +255,7 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
         config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()}, directory))
 
 
-# 130 steps of 1024 tokens: simulated speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
+# 130 steps of 1024 tokens: theoretical speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
 # from random matrices 1.82 at 1e-3, 2.05 at 2e-3, 1.52 at 3e-3, 1.28 at 6e-3.
 FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load_proposer,
                               validator_by_loading("standalone", load), load=_load_drafter, learning_rate=2e-3)

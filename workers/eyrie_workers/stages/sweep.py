@@ -18,13 +18,13 @@ different families, layers, widths, learning rates, losses, depths and training 
 fails does not stop the others; one that is ahead of the others after an interruption waits for them.
 
 **Rungs** (successive halving, arXiv:1502.07943) spend less on candidates that will not win: at each given share of the
-longest candidate's steps, the half of a family with the lower simulated speed-up on held-out rows stops, with a
+longest candidate's steps, the half of a family with the lower theoretical speed-up on held-out rows stops, with a
 checkpoint. With rungs at a quarter and a half, eight candidates cost the steps of four, and early steps are the cheap
 ones (`train.single_step_ratio`). Families are not halved against one another: they learn at different rates, and the
 benchmark decides between them. A rung is placed at the last scheduled evaluation at or before its share. What was
 decided there is stored with every candidate's state before one is stopped, so an interrupted sweep keeps to it.
 
-The simulated speed-up counts no drafting cost and grows with `ttt_length`: train an axis over `ttt_length` to the end
+The theoretical speed-up counts no drafting cost and grows with `ttt_length`: train an axis over `ttt_length` to the end
 (`sweep.rungs: []`). `benchmarks.sweep` measures what a sweep costs and saves.
 """
 
@@ -172,7 +172,7 @@ class CandidateGroup:
             # Before the run is saved as finished: killed in between, it comes here again.
             run.stage.metric("rung", step, float(goes_on))  # 1 goes on, 0 ends
             if not goes_on:
-                run.stop_early(f"the other half of {len(decided)} candidates had a higher simulated speed-up")
+                run.stop_early(f"the other half of {len(decided)} candidates had a higher theoretical speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
         """One optimizer step of each run, on one batch and one set of target distributions."""
