@@ -118,6 +118,15 @@ def test_an_argument_that_is_not_in_the_list_is_refused_with_the_list(name: str)
     assert unknown_field_hint(error["loc"]).endswith(f"allowed are {', '.join(SglangArguments.model_fields)}")
 
 
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
+
+
+def on_a_cluster(gpu: str) -> Facts:
+    work = {"kind": "s3", "url": "s3://bucket/eyrie"}
+    stages = {"image": "eyrie/workers", "work": work, "num_gpus": 1, "gpu_type": gpu}
+    return Facts(profile(stages=stages), "gpu", config=LLAMA)
+
+
 @pytest.mark.parametrize(("backend", "device", "gpu", "changes", "says"), [
     ("triton", "cpu", None, {}, "'triton', which does not serve this target on cpu"),
     ("intel_amx", "gpu", None, {}, "'intel_amx', which does not serve this target on"),
@@ -131,10 +140,7 @@ def test_an_attention_backend_that_cannot_serve_the_job_is_refused_at_submission
         backend: str, device: Device, gpu: str | None, changes: dict[str, Any], says: str | None,
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the GPUs of this machine are not the job's
-    work = {"kind": "s3", "url": "s3://bucket/eyrie"}
-    cluster = None if gpu is None else profile(
-        stages={"image": "eyrie/workers", "work": work, "num_gpus": 1, "gpu_type": gpu})
-    facts = Facts(cluster, device, config={"architectures": ["LlamaForCausalLM"]})
+    facts = Facts(None, device, config=LLAMA) if gpu is None else on_a_cluster(gpu)
     spec = job_spec(engine={"kind": "sglang", "attention_backend": backend}, **changes)
     submitted = Submission(resolve(spec, facts), facts, Settings())
     if says is None:
@@ -155,10 +161,7 @@ def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_su
         device: Device, gpu: str, draft: dict[str, str], says: str | None,
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the GPUs of this machine are not the job's
-    stages = {"image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}, "num_gpus": 1,
-              "gpu_type": gpu}
-    cluster = profile(stages=stages) if device == "gpu" else None
-    facts = Facts(cluster, device, config={"architectures": ["LlamaForCausalLM"]})
+    facts = on_a_cluster(gpu) if device == "gpu" else Facts(None, device, config=LLAMA)
     spec = job_spec(engine="sglang", tune={"drafts": [{}, draft]})
     submitted = Submission(resolve(spec, facts), facts, Settings())
     if says is None:
@@ -175,9 +178,7 @@ def test_a_way_to_compute_the_drafter_that_sglang_does_not_have_is_refused_at_su
     ("NVIDIA-H100-80GB-HBM3", "triton", "'triton' of the target does not")])
 def test_parts_of_blocks_are_refused_at_submission_where_the_targets_attention_does_not_verify_them(
         gpu: str, backend: str | None, says: str | None) -> None:
-    stages = {"image": "eyrie/workers", "work": {"kind": "s3", "url": "s3://bucket/eyrie"}, "num_gpus": 1,
-              "gpu_type": gpu}
-    facts = Facts(profile(stages=stages), "gpu", config={"architectures": ["LlamaForCausalLM"]})
+    facts = on_a_cluster(gpu)
     spec = job_spec(engine={"kind": "sglang", "attention_backend": backend}, drafter={"family": "dspark"},
                     tune={"drafts": [{}, {"step_rates": []}]})
     submitted = Submission(resolve(spec, facts), facts, Settings())
