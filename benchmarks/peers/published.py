@@ -3,12 +3,13 @@
 The first answers of `make demo-published`'s target to that job's prompts, each a row; the same drafter, and what
 differs between the programs, as in `bench`. Everything is evaluated by Eyrie's engine on that job's suites, greedily.
 
-- *equal epochs*, one seed: also what a program's rate, memory and bytes are taken from.
+- *equal epochs*, one seed, the middle rate: also what a program's rate, memory and bytes are taken from.
 - *equal time*: each program takes as many epochs as it computes in four minutes, by that rate, and its schedule
   ends there. Every learning rate with one seed; then the best of each program with the other seeds.
 
 Time is that of optimizer steps with the loading of their batches: not of starts, evaluations and exports. Each run is
-a line of a ledger; killed, the command goes on. Needs an idle machine.
+a line of a ledger; killed, the command goes on. The runs of equal epochs, which come
+first, need an idle machine; later ones have a fixed number of epochs.
 
     python -m benchmarks.peers.published [--short] [--out .eyrie/bench/peers_published.json]
 """
@@ -111,16 +112,15 @@ class Ledger:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, list[Run]], dict[str, Run], dict[str, Any]]:
-    """By program the runs of equal time at its best rate, one per seed, and the run of equal epochs; and the rows."""
+    """By program the runs of equal time at its best rate, one per seed, and that of equal epochs; and the rows."""
     torch.set_num_threads(options.threads)
     make(TARGET)
     bench = Bench(options, case(options.rows))
     rows = bench.make_mix(NAMES)
     ledger, middle = Ledger(bench), options.rates[len(options.rates) // 2]
-    pace: dict[str, float] = {}
-    for name in NAMES:
-        spent = ledger.run(EPOCHS, name, middle, 0, options.epochs).spent
-        pace[name] = options.seconds * spent["real_tokens_per_s"] * options.epochs / spent["real_tokens"]
+    even = {name: ledger.run(EPOCHS, name, middle, 0, options.epochs) for name in NAMES}
+    pace = {name: options.seconds * run.spent["real_tokens_per_s"] * options.epochs / run.spent["real_tokens"]
+            for name, run in even.items()}
     first = [ledger.run(TIME, name, rate, 0, pace[name]) for rate in options.rates for name in NAMES]
     best = {name: max((run for run in first if run.name == name), key=lambda run: tau(run.counted)).rate
             for name in NAMES}
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, list[Run]], dict[str
     for seed in range(1, options.seeds):
         for name in NAMES:
             timed[name].append(ledger.run(TIME, name, best[name], seed, pace[name]))
-    return timed, {name: ledger.run(EPOCHS, name, best[name], 0, options.epochs) for name in NAMES}, rows
+    return timed, even, rows
 
 
 def evaluate(timed: dict[str, list[Run]], even: dict[str, Run], bytes_per_token: dict[str, float]) -> list[str]:
