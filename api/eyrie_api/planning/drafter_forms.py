@@ -375,9 +375,6 @@ def require_agreement(spec: DrafterSpec, family: str, config: Mapping[str, Any])
     if family != spec.family:
         raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is of family {family!r}, and drafter.family is "
                            f"{spec.family!r}", f"set drafter.family to {family!r}")
-    if config.get("architectures") == [DFLASH2] and (part := drafter_rules.untrained_part(config["dflash_config"])):
-        raise InvalidInput(f"{INIT_FROM} {spec.init_from!r} is a DFlash2 drafter, whose {part} Eyrie does not train",
-                           f"name it in rivals, or train without {INIT_FROM}")
     for field, own in own_settings(family, config).items():
         wanted = getattr(spec, field)
         if wanted not in (None, False) and wanted != own:

@@ -279,13 +279,6 @@ def _convolution_fault(own: Mapping[str, Any], hidden: int) -> str | None:
     return None
 
 
-def untrained_part(own: Mapping[str, Any]) -> str | None:
-    """What of a DFlash2 drafter with this `dflash_config` Eyrie drafts with and does not train; None: nothing."""
-    if own.get("final_logit_softcapping") or own.get("output_multiplier") not in (None, 1.0):
-        return "scaled or capped candidates"
-    return None
-
-
 def dspark_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """A DSpark drafter's config; the first fault."""
     kind, rank = config.get("markov_head_type"), config.get("markov_rank")

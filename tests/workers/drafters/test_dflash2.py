@@ -17,8 +17,7 @@ from torch import Tensor
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
-from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_forms import convert, require_agreement
+from eyrie_api.planning.drafter_forms import convert
 from eyrie_api.planning.drafter_rules import expected_tensors
 from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load_drafter
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -231,7 +230,7 @@ def test_a_selectors_loss_is_its_cross_entropy_with_the_true_token_among_the_can
     states, previous = torch.randn(4, HIDDEN, generator=generator), torch.tensor([3, 9, 9, 0])
     logits = states @ ends.lm_head.T
     true = torch.tensor([int(logits[0].argmax()), int(logits[1].argmin()), 7, int(logits[3].topk(2).indices[1])])
-    found = selector.losses(states, ends.lm_head, previous, true).detach()
+    found = selector.losses(states, ends.lm_head, 1.0, previous, true).detach()
     for row, token in enumerate(true.tolist()):
         candidates = logits[row].topk(selector.top_k).indices.tolist()
         if token not in candidates:
@@ -283,11 +282,20 @@ def test_a_trained_selector_drafts_as_it_is_trained_and_is_trained_further(targe
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
-@pytest.mark.parametrize("key", ["output_multiplier", "final_logit_softcapping"])
-def test_training_does_not_continue_from_what_it_would_not_keep(key: str, target: TargetModel, tmp_path: Path) -> None:
-    directory = published(target, tmp_path / "drafter", SELECTOR | {key: 3.0})
-    with pytest.raises(CheckpointInvalid, match="whose scaled or capped candidates Eyrie does not train"):
-        load_drafter(directory)
-    with pytest.raises(InvalidInput, match="whose scaled or capped candidates Eyrie does not train"):
-        require_agreement(DrafterSpec(family="dflash", init_from="z/dflash2"), "dflash",
-                          json.loads((directory / "config.json").read_text()))
+def test_training_continues_with_scaled_and_capped_candidates_which_its_checkpoints_keep(target: TargetModel,
+                                                                                        tmp_path: Path) -> None:
+    directory, ends = published(target, tmp_path / "drafter", CAPPED), ends_of(target)
+    drafter = load_drafter(directory)
+    selector, generator = drafter.candidate_selector, torch.Generator().manual_seed(5)
+    assert selector is not None
+    states, previous = torch.randn(3, HIDDEN, generator=generator), torch.tensor([3, 9, 0])
+    ranked = (states @ ends.lm_head.T).argsort(1, descending=True)
+    true = torch.tensor([int(ranked[row, row]) for row in range(3)])
+    for scale in (1.0, 0.25):
+        found = selector.losses(states, ends.lm_head * scale, scale, previous, true)
+        for row, token in enumerate(true.tolist()):
+            log_q = naive_log_q(directory, ends, states[row], int(previous[row]))
+            assert float(found[row].detach()) == pytest.approx(-log_q[token], abs=1e-4)
+    FAMILY.save(tmp_path / "again", drafter, "float32", None)
+    kept = json.loads((tmp_path / "again" / "config.json").read_text())["dflash_config"]
+    assert (kept["output_multiplier"], kept["final_logit_softcapping"]) == (0.5, 3.0)

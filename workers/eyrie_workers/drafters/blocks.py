@@ -58,10 +58,9 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import FAMILIES, convolution_sizes, domino_sizes, lilicorr_width, markov_rank
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_api.planning.drafter_rules import DFLASH2, LILICORR, untrained_part
+from eyrie_api.planning.drafter_rules import DFLASH2, LILICORR
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.dflash2 import (
     CANDIDATES,
@@ -222,7 +221,7 @@ class BlockDiffusion(Objective[DFlashDrafter]):
         super().__init__(drafter, decoder.vocab_size, embeddings.output_head, spec, steps=drafter.config.num_steps,
                          dtype=dtype)
         self._fraction = spec.unrolled_fraction
-        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
+        self._embed_VH, self._head_VH, self._scale = embeddings.embed, embeddings.lm_head_as(dtype), embeddings.scale
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
@@ -248,7 +247,7 @@ class BlockDiffusion(Objective[DFlashDrafter]):
                                 for step, alive in enumerate(plan.alive) if alive] for more in (1, 2))
         if selector is not None:
             return Prediction(states, self._head_VH, extra=selector.losses(
-                states_NH, self._head_VH, torch.cat(previous), torch.cat(following)))
+                states_NH, self._head_VH, self._scale, torch.cat(previous), torch.cat(following)))
         if lilicorr is not None:
             return Prediction(states, self._head_VH, extra=lilicorr.losses(
                 states, following, roots_RH[:states[-1].shape[0]], self._head_VH, self._embed_VH))
@@ -521,9 +520,6 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
 def load_drafter(directory: Path) -> DFlashDrafter:
     """To continue its training. Raises as `load`."""
     config, tensors = load(directory)
-    if part := untrained_part(checkpoint.read_config(directory)["dflash_config"]):
-        raise CheckpointInvalid(f"{directory.name} is a DFlash2 drafter, whose {part} Eyrie does not train",
-                                "name it as a rival, or train another drafter")
     drafter = DFlashDrafter(config)
     drafter.load_state_dict(_named_here(tensors))
     return drafter

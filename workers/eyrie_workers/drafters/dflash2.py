@@ -85,8 +85,10 @@ class SelectorConfig:
                    float(own["final_logit_softcapping"]) if own.get("final_logit_softcapping") else None)
 
     def json(self) -> dict[str, Any]:
-        """What an export has of it; `load_drafter` refuses to train one with a soft cap."""
-        return {"selector_rank": self.rank, "selector_top_k": self.top_k, "output_multiplier": self.output_multiplier}
+        """What an export has of it."""
+        cap = {} if self.soft_cap is None else {"final_logit_softcapping": self.soft_cap}
+        return {"selector_rank": self.rank, "selector_top_k": self.top_k, "output_multiplier": self.output_multiplier,
+                **cap}
 
 
 class CandidateSelector(nn.Module):
@@ -97,10 +99,15 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
         self.hidden_projection = nn.Linear(hidden_size, config.rank, bias=False)
 
-    def losses(self, states_NH: Tensor, head_VH: Tensor, previous_N: Tensor, true_N: Tensor) -> Tensor:
+    def unary(self, u: Tensor) -> Tensor:
+        """The scores u of candidates, from the products of states and the target's output matrix."""
+        u = u * self.config.output_multiplier
+        return u if (cap := self.config.soft_cap) is None else (u / cap).tanh() * cap
+
+    def losses(self, states_NH: Tensor, head_VH: Tensor, scale: float, previous_N: Tensor, true_N: Tensor) -> Tensor:
         """[N] cross-entropy of the true token among the candidates.
 
-        states_NH   after the final norm          head_VH  the target's output matrix
+        states_NH   after the final norm          head_VH  the target's output matrix times `scale`
         previous_N  token before each proposed one
         """
         u_NK, ids_NK, _ = likeliest(states_NH, head_VH, self.top_k)
@@ -110,16 +117,13 @@ class CandidateSelector(nn.Module):
             u_NK[:, -1] = torch.where(absent_N, u_true_N, u_NK[:, -1])
             ids_NK[:, -1] = torch.where(absent_N, true_N, ids_NK[:, -1])
         context_NE = self.predecessor_codebook[previous_N] * self.hidden_projection(states_NH)
-        scores_NK = u_NK + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
+        scores_NK = self.unary(u_NK / scale) + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
         return F.cross_entropy(scores_NK, (ids_NK == true_N[:, None]).to(torch.int8).argmax(1), reduction="none")
 
     def steps(self, states_RSH: Tensor, logits_RSV: Tensor, _anchor_RH: Tensor, _embed_VH: Tensor) -> "SelectorSteps":
-        """For one block, from the target's logits. The rest is what LiLiCorr's head reads."""
+        """For one block, from the products of its states with the output matrix. The rest is for LiLiCorr's head."""
         u_RSK, ids_RSK = logits_RSV.topk(self.top_k, -1)
-        u_RSK = u_RSK.float() * self.config.output_multiplier
-        if self.config.soft_cap is not None:
-            u_RSK = (u_RSK / self.config.soft_cap).tanh() * self.config.soft_cap
-        return SelectorSteps(self, u_RSK, ids_RSK, self.hidden_projection(states_RSH))
+        return SelectorSteps(self, self.unary(u_RSK.float()), ids_RSK, self.hidden_projection(states_RSH))
 
 
 class SelectorSteps(CandidateSteps):

@@ -48,8 +48,11 @@ class TargetEmbeddings:
     special: tuple[int, ...] = ()
     """Ids of the tokenizer's special tokens, ascending."""
 
+    scale: float = 1.0
+    """Of the target's logits (`targets.operators`), a part of `lm_head`."""
+
     soft_cap: float | None = None
-    """Bound of the target's logits (`targets.operators`). Their scale is part of `lm_head`."""
+    """Bound of the target's logits."""
 
     path: Path | None = field(default=None, compare=False)
     """Of the target, for `mtp_layer`."""
@@ -101,7 +104,7 @@ def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.
     if str(language_model(config).get("model_type", "")).startswith(_ZERO_CENTRED_NORMS):
         norm = norm + 1.0
     return TargetEmbeddings(embed, OutputHead.of(tensors.get("head", embed), scale).weight_VH, norm,
-                            tuple(sorted(special_token_ids(path))), soft_cap, path)
+                            tuple(sorted(special_token_ids(path))), scale, soft_cap, path)
 
 
 def _role(name: str) -> str | None:
