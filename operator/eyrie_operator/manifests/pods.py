@@ -26,14 +26,19 @@ from eyrie_api.contract.status import Revision
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEnginePods,
     EndpointDeployment,
     Manifest,
     StoredDrafter,
     Undeployable,
     fetched,
 )
-from eyrie_workers.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.sglang.launch import (
+    GUARDED_MODULE,
+    LaunchPlan,
+    adaptive_config,
+    launch_arguments,
+    launch_environment,
+)
 
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR, KEY_FILE = "/etc/eyrie/key", "engine.yaml"
@@ -90,11 +95,11 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
     opened = [path for path in (deployment.target_path, None if stored is not None else directory) if path is not None]
     if rules is not None and opened:
         judged = ("--rules", rules.with_job(revision.job_id).model_dump_json(), "--opened", *opened)
-    if isinstance(deployment.engine, EmbeddedEnginePods):
+    shared = deployment.engine
+    if not isinstance(shared, LaunchPlan):
         use = revision.use.model_copy(update={"drafter_dir": directory})
-        return EngineLine(command=literal(deployment.engine.argv(use, deployment.cluster.port)), ready_path="/health",
+        return EngineLine(command=literal(shared(use, deployment.cluster.port)), ready_path="/health",
                           drafter=drafter, fetch=stored, judged=judged)
-    shared = deployment.engine.plan
     plan = replace(
         shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
         port=deployment.cluster.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
@@ -281,9 +286,9 @@ def _volumes(deployment: EndpointDeployment, line: EngineLine,
     if deployment.cluster.key_secret is not None:
         add("key", {"secret": {"secretName": deployment.cluster.key_secret, "defaultMode": 0o440,
                                "items": [{"key": KEY_FILE, "path": KEY_FILE}]}}, KEY_DIR, read_only=True)
-    hosts = [{"name": mount["name"], "hostPath": {"path": host.path, "type": "Directory"}}
-             for mount, host in zip(_host_mounts(placement), placement.host_paths, strict=True)]
-    return [*volumes, *zip(hosts, _host_mounts(placement), strict=True)]
+    for mount, host in zip(_host_mounts(placement), placement.host_paths, strict=True):
+        volumes.append(({"name": mount["name"], "hostPath": {"path": host.path, "type": "Directory"}}, mount))
+    return volumes
 
 
 def _work_mounts(placement: Placement) -> list[Manifest]:
@@ -302,9 +307,7 @@ def _scheduling(placement: Placement) -> Manifest:
     wanted: Manifest = {
         "serviceAccountName": placement.service_account, "priorityClassName": placement.priority_class,
         "imagePullSecrets": [{"name": name} for name in placement.image_pull_secrets],
-        "nodeSelector": dict(placement.node_selector),
+        "nodeSelector": placement.node_labels,
         "tolerations": [toleration.model_dump(exclude_none=True) for toleration in placement.tolerations],
     }
-    if placement.gpu_type is not None:
-        wanted["nodeSelector"][placement.gpu_type_label] = placement.gpu_type
     return {name: value for name, value in wanted.items() if value}

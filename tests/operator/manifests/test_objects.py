@@ -23,13 +23,12 @@ from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
-    EmbeddedEnginePods,
     EndpointDeployment,
-    SglangPods,
     StoredDrafter,
     Undeployable,
     object_name,
 )
+from eyrie_workers.sglang.launch import LaunchPlan
 from eyrie_workers.sglang.plugin_files import PACKAGE
 from tests.operator.manifests.samples import (
     ADAPTIVE,
@@ -120,7 +119,7 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
         assert (live["httpGet"]["path"], live["failureThreshold"]) == ("/health", 3)
         assert 25 <= live["timeoutSeconds"] <= live["periodSeconds"]
-        sglang = isinstance(result.engine, SglangPods)
+        sglang = isinstance(result.engine, LaunchPlan)
         assert ready["httpGet"]["path"] == ("/ready" if sglang else "/health")
         assert {each["httpGet"]["port"] for each in (startup, live, ready)} == {container["ports"][0]["name"]}
 
@@ -243,7 +242,7 @@ def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_br
 
 
 def test_an_architecture_that_needs_our_model_classes_is_given_our_package() -> None:
-    needing = SglangPods(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
+    needing = replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM"))
     named = {"name": "SGLANG_EXTERNAL_MODEL_PACKAGE", "value": PACKAGE}
     [pod] = pods(render(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
     assert named in engine(pod)["env"]
@@ -346,9 +345,9 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangPods(replace(PLAN, engine=EngineSpec(kind="sglang", tp_size=2)))},
+    ("gpus", {"engine": replace(PLAN, engine=EngineSpec(kind="sglang", tp_size=2))},
      "tp_size 2 .*num_gpus 1"),
-    ("cpu with gpus", {"engine": SglangPods(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
+    ("cpu with gpus", {"engine": replace(PLAN, machine=profile("cpu"))}, "profile 'cpu'"),
     ("too few replicas", {"autoscale": autoscale(1), "replicas": 2}, "max_replicas 1 is below replicas 2"),
     ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
 ]
@@ -434,9 +433,12 @@ def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, pl
 def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
     plan = replace(PLAN, target=replace(PLAN.target, model=named))
-    [pod] = pods(render(endpoint(active=1), deployment(engine=SglangPods(plan))))
+    [pod] = pods(render(endpoint(active=1), deployment(engine=plan)))
     assert flag(engine(pod), "--model-path") == written
-    ours = EmbeddedEnginePods(lambda use, port: ["python3", "--target", named])
+
+    def ours(use: DrafterUse, port: int) -> list[str]:
+        return ["python3", "--target", named]
+
     [pod] = pods(render(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
 
