@@ -99,6 +99,13 @@ class EndpointDeployment:
     """SGLang's plan, common to all revisions: drafter, setting, paths, host and port are set for each. Or the reference
     engine, for the quickstart model, tests, and machines without SGLang; it supports no API key."""
 
+    fetch_image: str
+    """Image that contains Eyrie, for init containers: they download drafters from an artifact store, judge files, and
+    bring SGLang the package it imports."""
+
+    fetch_python: tuple[str, ...]
+    """Command that starts Python in `fetch_image`."""
+
     drafters: Mapping[int, DrafterFiles] = field(default_factory=dict)
     """By revision number; absent for revisions without a drafter."""
 
@@ -120,13 +127,6 @@ class EndpointDeployment:
 
     reads: ReadRules | None = None
     """Rules for the files that engines open, without the job of a revision's drafter; None: any."""
-
-    fetch_image: str | None = None
-    """Image that contains Eyrie, for init containers that download drafters from an artifact store and bring SGLang the
-    package it imports; default: the placement's image, which then contains Eyrie. SGLang's own does not."""
-
-    fetch_python: tuple[str, ...] | None = None
-    """Command that starts Python in `fetch_image`; default: `cluster.python`."""
 
     owner: Owner | None = None
 

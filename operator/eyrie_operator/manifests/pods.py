@@ -79,9 +79,6 @@ class EngineLine:
 
     drafter: DrafterFiles | None = None
     fetch: StoredDrafter | None = None
-    plugin: bool = False
-    """Whether SGLang imports our package from PLUGIN_DIR."""
-
     judged: tuple[str, ...] = ()
     """Arguments of the program that judges the files which the engine opens; empty: none are judged."""
 
@@ -106,12 +103,11 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
         context_length=revision.use.context_length or shared.context_length,
         key_file=None if deployment.cluster.key_secret is None else f"{KEY_DIR}/{KEY_FILE}",
-        plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
+        plugin_root=PLUGIN_DIR)
     line = (*deployment.cluster.python, "-m", GUARDED_MODULE, *launch_arguments(plan))
     environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
     return EngineLine(command=literal(line), ready_path="/ready", environment=environment,
-                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
-                      plugin=plan.plugin_root is not None, judged=judged)
+                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored, judged=judged)
 
 
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -150,7 +146,7 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     first = [] if deployment.cached_target is None else [_prefetcher(deployment, deployment.cached_target)]
     if line.fetch is not None:
         first.append(_fetcher(deployment, line))
-    elif line.drafter is not None and deployment.fetch_image is not None and isinstance(placement.work, VolumeWork):
+    elif line.drafter is not None and isinstance(placement.work, VolumeWork):
         # Compares the drafter's files on the work volume with the manifest of the stage that made them.
         first.append(_ours(deployment, "verify-drafter", _work_mounts(placement), "eyrie_api.artifacts.verify",
                            *literal(("--path", line.drafter.facts.directory))))
@@ -158,7 +154,7 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         # In the pod, whose volumes hold the files: a link may have been changed since the job was submitted.
         first.append(_ours(deployment, "judge-files", _work_mounts(placement), "eyrie_api.artifacts.verify",
                            *literal(line.judged)))
-    if line.plugin:
+    if isinstance(deployment.engine, LaunchPlan):  # whose image need not have our package
         first.append(_ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
                            "eyrie_workers.sglang.plugin_files", "--directory", PLUGIN_DIR))
     if first:
@@ -232,9 +228,9 @@ def _ours(deployment: EndpointDeployment, name: str, mounts: list[Manifest], mod
           *arguments: str) -> Manifest:
     """An init container that runs a module of Eyrie, from the image that contains it."""
     return {
-        "name": name, "image": deployment.fetch_image or deployment.placement.image,
+        "name": name, "image": deployment.fetch_image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": [*(deployment.fetch_python or deployment.cluster.python), "-m", module, *arguments],
+        "command": [*deployment.fetch_python, "-m", module, *arguments],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "terminationMessagePolicy": _TERMINATION_POLICY, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
@@ -279,7 +275,7 @@ def _volumes(deployment: EndpointDeployment, line: EngineLine,
         add("drafter", {"emptyDir": {}}, DRAFTER_DIR, read_only=True)
         if isinstance(work, S3Work) and work.credentials_secret is not None:
             add("artifacts", {"secret": {"secretName": work.credentials_secret, "defaultMode": 0o440}}, None)
-    if line.plugin:
+    if isinstance(deployment.engine, LaunchPlan):
         add("plugin", {"emptyDir": {}}, PLUGIN_DIR, read_only=True)
     if adaptive_map is not None:
         add("adaptive", {"configMap": {"name": adaptive_map}}, ADAPTIVE_DIR, read_only=True)

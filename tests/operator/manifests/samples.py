@@ -73,7 +73,7 @@ def deployment(**changes: Any) -> EndpointDeployment:
     ours = {field.name for field in fields(EndpointDeployment)}
     given = ServingSpec.model_validate({"namespace": "serving", "placement": PLACEMENT,
                                         **{name: value for name, value in changes.items() if name not in ours}})
-    return replace(EndpointDeployment(given, PLACEMENT, PLAN, drafters=files, served=CORE),
+    return replace(EndpointDeployment(given, PLACEMENT, PLAN, "eyrie:1", ("python3",), drafters=files, served=CORE),
                    **{name: value for name, value in changes.items() if name in ours})
 
 
