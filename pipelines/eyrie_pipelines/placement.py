@@ -123,7 +123,7 @@ def compile_for(profile: ClusterProfile, job: ResolvedJob) -> dict[str, Any]:
         # server's or a test runner's stack it takes seconds, from an empty one a tenth of a second.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
-                define(placed, trainings=None, benchmarks=benchmarks, together=job.trains_together,
+                define(placed, benchmarks=benchmarks, together=job.trains_together,
                        prefetched=profile.model_cache is not None and is_hub_id(job.spec.target.model),
                        profiles=tuple(pools), trains=job.spec.trains),
                 str(path))).result()

@@ -292,12 +292,11 @@ def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": code}},
-                        status_code=status)
+    return JSONResponse(_error(code, message, "invalid_request_error"), status_code=status)
 
 
-def _error(code: str, message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "service_unavailable", "code": code}}
+def _error(code: str, message: str, kind: str = "service_unavailable") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": code}}
 
 
 def _unavailable(status: int, code: str, message: str) -> JSONResponse:
