@@ -148,10 +148,10 @@ class ResourceWorld:
         if raw is None:
             return False
         metadata = raw["metadata"]
-        if isinstance(action, act.AddFinalizer):
+        if isinstance(action, act.SetFinalizer) and action.held:
             expect("deletionTimestamp" not in metadata, "no finalizer is added to an object that is being deleted")
             metadata["finalizers"] = [FINALIZER]
-        elif isinstance(action, act.RemoveFinalizer):
+        elif isinstance(action, act.SetFinalizer):
             metadata["finalizers"] = []
             self._collect(uid)
         elif isinstance(action, act.Annotate):

@@ -112,10 +112,10 @@ class RolloutWorld(EndpointRow):
                 continue
             self._write()
             metadata = self.resource["metadata"]
-            if isinstance(action, resources.AddFinalizer):
+            if isinstance(action, resources.SetFinalizer) and action.held:
                 expect("deletionTimestamp" not in metadata, "no finalizer is added to what is being deleted")
                 metadata["finalizers"] = [FINALIZER]
-            elif isinstance(action, resources.RemoveFinalizer):
+            elif isinstance(action, resources.SetFinalizer):
                 metadata["finalizers"] = []
                 self._collect()
                 return

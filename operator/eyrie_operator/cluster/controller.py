@@ -407,9 +407,9 @@ class Controller:
     def _execute_one(self, key: Key, action: act.Action, identity: Identity) -> bool:
         """Execute one action; returns whether it changed the object or its row."""
         match action:
-            case act.AddFinalizer() | act.RemoveFinalizer():
+            case act.SetFinalizer():
                 others = [each for each in self._objects[key]["metadata"].get("finalizers") or [] if each != FINALIZER]
-                finalizers = [*others, FINALIZER] if isinstance(action, act.AddFinalizer) else others
+                finalizers = [*others, FINALIZER] if action.held else others
                 self._cache_object(key, self._cluster.set_finalizers(identity, finalizers))
             case act.Annotate():
                 self._cache_object(key, self._cluster.annotate(identity, action.name, action.value))

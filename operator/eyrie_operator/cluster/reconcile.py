@@ -77,13 +77,10 @@ class JobHistory:
 
 
 @dataclass(frozen=True)
-class AddFinalizer:
-    """Add our finalizer to the object."""
+class SetFinalizer:
+    """Add our finalizer to the object, or remove it."""
 
-
-@dataclass(frozen=True)
-class RemoveFinalizer:
-    """Remove our finalizer."""
+    held: bool
 
 
 @dataclass(frozen=True)
@@ -161,9 +158,8 @@ class RequeueAfter:
     after_s: float
 
 
-Action = (AddFinalizer | RemoveFinalizer | CreateJob | ChangeJob | RecordWaiting | RemoveWaiting | Annotate
-          | DeleteResource | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus
-          | KubernetesEvent | RequeueAfter)
+Action = (SetFinalizer | CreateJob | ChangeJob | RecordWaiting | RemoveWaiting | Annotate | DeleteResource
+          | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | KubernetesEvent | RequeueAfter)
 Actions = tuple[Action, ...]
 
 
@@ -184,7 +180,7 @@ def _reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, 
         return _submit(resource, history, now)
     if resource.spec is None:  # invalid now, accepted before: the job continues as accepted
         return _project(resource, job, now)
-    actions: list[Action] = [] if resource.held else [AddFinalizer()]
+    actions: list[Action] = [] if resource.held else [SetFinalizer(held=True)]
     actions += _suspend_or_resume(resource, job, suspend=resource.spec.suspend)
     ttl_s, finished_at = resource.spec.ttl_seconds_after_finished, job.status.finished_at
     if ttl_s is not None and finished_at is not None and is_over(job.status.conditions) and not resource.spec.suspend:
@@ -217,7 +213,7 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
     labelled = spec.model_copy(update={"labels": {
         **spec.labels, UID_LABEL: identity.uid, NAMESPACE_LABEL: identity.namespace, NAME_LABEL: identity.name}})
     # An added finalizer leads to another pass at once; an object that is refused for now would be tried without pause.
-    return (*(() if resource.held else (AddFinalizer(),)), CreateJob(identity.uid, labelled))
+    return (*(() if resource.held else (SetFinalizer(held=True),)), CreateJob(identity.uid, labelled))
 
 
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:
@@ -242,7 +238,7 @@ def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: 
     if not resource.held:
         return ()
     if job is None or resource.keep_outside:
-        return (RemoveFinalizer(),)
+        return (SetFinalizer(held=False),)
     if history.served_by is not None:
         message = (f"endpoint {history.served_by!r} serves a drafter of this job: promote another or roll it back, or "
                    f"annotate this object with {OUTSIDE_ANNOTATION}=keep to keep the job")
@@ -318,12 +314,12 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, no
             return refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of this name: restore "
                                     "the database, or delete this object", now)
         wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
-        return (AddFinalizer(), CreateEndpoint(resource.spec.target, wanted))
+        return (SetFinalizer(held=True), CreateEndpoint(resource.spec.target, wanted))
     if endpoint.target != resource.spec.target.model:
         message = (f"the name serves target {endpoint.target!r} already, not {resource.spec.target.model!r}: apply "
                    "this endpoint under another name")
         return refuse_endpoint(resource, "TargetDiffers", message, now)
-    actions: list[Action] = [] if resource.held else [AddFinalizer()]
+    actions: list[Action] = [] if resource.held else [SetFinalizer(held=True)]
     actions += _apply_serving(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
     status = endpoint_status(endpoint, resource)
@@ -355,15 +351,15 @@ def _finalize_endpoint(resource: EndpointResource, endpoint: Endpoint | None,
     if not resource.held:
         return ()
     if endpoint is None or not ours:
-        return (RemoveFinalizer(),)
+        return (SetFinalizer(held=False),)
     if resource.keep_outside:
         is_held = existing is None or any(owner["uid"] == resource.identity.uid for each in existing
                                           for owner in each["metadata"].get("ownerReferences", ()))
-        return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (RemoveFinalizer(),)
+        return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (SetFinalizer(held=False),)
     if endpoint.desired == "on":
         return (SetDesired("off"), RequeueAfter(STOPPING_CHECK_S))
     is_held = existing is None or any(each["kind"] != "Pod" for each in existing)
-    return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (RemoveFinalizer(),)
+    return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (SetFinalizer(held=False),)
 
 
 def refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:

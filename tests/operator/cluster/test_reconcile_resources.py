@@ -13,7 +13,6 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_operator.cluster.reconcile import (
     Actions,
-    AddFinalizer,
     Annotate,
     ChangeJob,
     CreateEndpoint,
@@ -21,10 +20,10 @@ from eyrie_operator.cluster.reconcile import (
     DeleteResource,
     JobHistory,
     RecordWaiting,
-    RemoveFinalizer,
     RemoveWaiting,
     RequeueAfter,
     SetDesired,
+    SetFinalizer,
     UpdateMirror,
     UpdateServing,
     UpdateStatus,
@@ -48,7 +47,7 @@ from eyrie_operator.cluster.resources import (
 )
 from tests.operator.cluster.objects import NOW, UID, cancelled, conditions, drafter_job, job, projected, succeeded
 
-RELEASED = (RemoveFinalizer(),)
+RELEASED = (SetFinalizer(held=False),)
 WORKLOADS = [{"kind": "Deployment", "metadata": {}}]
 
 
@@ -71,7 +70,7 @@ def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
 
 def test_an_applied_object_is_held_and_submitted_with_its_uid_as_key_and_label() -> None:
     hold, create = look(drafter_job(held=False), None)
-    assert hold == AddFinalizer()
+    assert hold == SetFinalizer(held=True)
     assert isinstance(create, CreateJob)
     assert create.key == UID
     assert create.spec.labels == {UID_LABEL: UID, "kubernetes-namespace": "team", "kubernetes-name": "mine"}
@@ -235,14 +234,14 @@ def test_a_running_job_has_no_time_to_live() -> None:
 def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_is_gone() -> None:
     waiting = look(drafter_job(deleting=True), job())
     assert ChangeJob("delete", "job-abc") in waiting
-    assert not any(isinstance(one, RemoveFinalizer) for one in waiting)
+    assert not any(isinstance(one, SetFinalizer) for one in waiting)
     assert look(drafter_job(deleting=True), None) == RELEASED
     assert look(drafter_job(deleting=True, held=False), None) == ()
 
 
 def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
     actions = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
-    assert not any(isinstance(one, ChangeJob | RemoveFinalizer) for one in actions)
+    assert not any(isinstance(one, ChangeJob | SetFinalizer) for one in actions)
     assert conditions(actions)["Deleted"] == ("False", "EndpointServes")
     assert "support" in projected(actions)["conditions"][-1]["message"]
 
