@@ -17,7 +17,7 @@ from eyrie_api.contract.resources import FINALIZER, OUTSIDE_ANNOTATION, WaitingO
 from eyrie_api.contract.status import Condition, Job, JobStatus
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_operator.cluster import reconcile as act
-from eyrie_operator.cluster.resources import SUSPENDED_ANNOTATION, JobResource, applied_uid, read_job
+from eyrie_operator.cluster.resources import SUSPENDED_ANNOTATION, JobResource, KubernetesEvent, applied_uid, read_job
 from eyrie_operator.conditions import is_over, is_true, observe, remove
 
 BODY = {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}}
@@ -113,7 +113,7 @@ class ResourceWorld:
                                  waiting=self.cluster.waiting.get(resource.identity.name))
         moved = False
         for action in act.reconcile_job(resource, None if row is None else row.job, history, self.now):
-            if moved and isinstance(action, act.PostEvent | act.UpdateStatus):
+            if moved and isinstance(action, KubernetesEvent | act.UpdateStatus):
                 continue
             self._maybe_kill()
             if self._is_refused(uid, action):
@@ -148,10 +148,10 @@ class ResourceWorld:
         if raw is None:
             return False
         metadata = raw["metadata"]
-        if isinstance(action, act.AddFinalizer):
+        if isinstance(action, act.SetFinalizer) and action.held:
             expect("deletionTimestamp" not in metadata, "no finalizer is added to an object that is being deleted")
             metadata["finalizers"] = [FINALIZER]
-        elif isinstance(action, act.RemoveFinalizer):
+        elif isinstance(action, act.SetFinalizer):
             metadata["finalizers"] = []
             self._collect(uid)
         elif isinstance(action, act.Annotate):
@@ -163,8 +163,8 @@ class ResourceWorld:
         elif isinstance(action, act.UpdateStatus):
             raw["status"] = copy.deepcopy(action.status)
             return False
-        elif isinstance(action, act.PostEvent):
-            self.cluster.events.setdefault(action.event.name, (uid, action.event.reason, action.event.message))
+        elif isinstance(action, KubernetesEvent):
+            self.cluster.events.setdefault(action.name, (uid, action.reason, action.message))
             return False
         elif isinstance(action, act.RecordWaiting):
             expect(self.cluster.waiting.get(metadata["name"]) != action.waiting, "a row is written when it differs")

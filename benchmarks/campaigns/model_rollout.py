@@ -20,7 +20,7 @@ from eyrie_api.contract.resources import FINALIZER, OUTSIDE_ANNOTATION
 from eyrie_api.contract.status import Endpoint
 from eyrie_operator.cluster import reconcile as resources
 from eyrie_operator.cluster.objects import difference, is_applied, with_digest
-from eyrie_operator.cluster.resources import read_endpoint
+from eyrie_operator.cluster.resources import KubernetesEvent, read_endpoint
 from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import EngineCounters
 from eyrie_operator.endpoints.plan import plan_endpoint
@@ -105,20 +105,17 @@ class RolloutWorld(EndpointRow):
         """As `cluster.controller` does it."""
         if self.resource is None:
             return
-        ours = self._live_objects()
-        owned = any(owner["uid"] == "u-1" for one in ours for owner in one["metadata"].get("ownerReferences", ()))
         found = resources.reconcile_endpoint(
-            read_endpoint(self.resource, "mirrors"), self.endpoint, "m", self.now,
-            existing=resources.EndpointObjects(objects=bool(ours), owned=owned))
+            read_endpoint(self.resource, "mirrors"), self.endpoint, self.now, existing=self._live_objects())
         for action in found:
             if isinstance(action, resources.RequeueAfter | resources.UpdateServing):
                 continue
             self._write()
             metadata = self.resource["metadata"]
-            if isinstance(action, resources.AddFinalizer):
+            if isinstance(action, resources.SetFinalizer) and action.held:
                 expect("deletionTimestamp" not in metadata, "no finalizer is added to what is being deleted")
                 metadata["finalizers"] = [FINALIZER]
-            elif isinstance(action, resources.RemoveFinalizer):
+            elif isinstance(action, resources.SetFinalizer):
                 metadata["finalizers"] = []
                 self._collect()
                 return
@@ -130,7 +127,7 @@ class RolloutWorld(EndpointRow):
             elif isinstance(action, resources.UpdateStatus):
                 self.resource["status"] = copy.deepcopy(action.status)
             else:
-                expect(isinstance(action, resources.PostEvent), "an applied endpoint needs no other action",
+                expect(isinstance(action, KubernetesEvent), "an applied endpoint needs no other action",
                        action=action)
 
     def look_at_endpoint(self) -> None:
@@ -140,19 +137,18 @@ class RolloutWorld(EndpointRow):
             return
         objects = self._reported()
         if row.desired == "off":
-            seen = observe_endpoint(NAME, objects, replicas=1)
+            seen = observe_endpoint(objects, replicas=1)
             plan_endpoint(row, act.ServePolicy(), seen, self.now)
             self._delete_obsolete(())
             return
         spec = replace(self.spec, owner=self._owner())
-        current = current_state(NAME, objects)
-        answers = (0, 0)
-        if current.canary is not None:
-            if self.answers[0] != current.canary.since:
-                self.answers = (current.canary.since, 0, 0)
-            answers = self.answers[1:]
-        seen = observe_endpoint(NAME, objects, replicas=spec.replicas, answers=answers)
-        seen = replace(seen, engines=tuple(self._with_window(one) for one in seen.engines))
+        current = current_state(objects)
+        seen, canary = observe_endpoint(objects, replicas=spec.replicas), current.canary
+        if canary is not None:
+            if self.answers[0] != canary.since:
+                self.answers = (canary.since, 0, 0)
+            canary = replace(canary, answered=self.answers[1], errors=self.answers[2])
+        seen = replace(seen, canary=canary, engines=tuple(self._with_window(one) for one in seen.engines))
         plan = plan_endpoint(row, policy_on_cluster(POLICY, spec), seen, self.now)
         for action in plan.actions:
             if isinstance(action, _DECISIONS_FIRST):
@@ -174,7 +170,7 @@ class RolloutWorld(EndpointRow):
             if isinstance(action, act.Activate | act.ShareRoute):
                 self._write()
                 if isinstance(action, act.Activate):
-                    expect(current_state(NAME, self.objects.values()).serving == action.revision,
+                    expect(current_state(self.objects.values()).serving == action.revision,
                            "a revision is activated when the Service selects it", revision=action.revision)
                     self.record(action)
                 else:
@@ -216,7 +212,7 @@ class RolloutWorld(EndpointRow):
             self._write()
             revision = there["metadata"]["labels"].get(REVISION_LABEL)
             if kind == "Deployment" and self.endpoint is not None and self.endpoint.desired == "on":
-                expect(current_state(NAME, self.objects.values()).serving != int(revision),
+                expect(current_state(self.objects.values()).serving != int(revision),
                        "no engine is deleted while the Service selects it", revision=revision)
             there["metadata"]["deletionTimestamp"] = self.now.isoformat()
             if self.rng.random() < 0.5:
@@ -338,8 +334,7 @@ class RolloutWorld(EndpointRow):
     def _check_rejected(self) -> None:
         """After a whole step: no revision that failed has a workload or gets requests."""
         assert self.endpoint is not None
-        current = current_state(NAME, [one for one in self.objects.values()
-                                       if "deletionTimestamp" not in one["metadata"]])
+        current = current_state([one for one in self.objects.values() if "deletionTimestamp" not in one["metadata"]])
         led = {*current.engines, current.serving, current.canary.revision if current.canary is not None else None}
         failed = {one.number for one in self.endpoint.revisions if one.state == "rejected"} & led
         expect(not failed - {self.endpoint.active_revision, self.endpoint.candidate_revision},
@@ -373,7 +368,7 @@ class RolloutWorld(EndpointRow):
             expect(row.desired == self.resource["spec"]["desired"], "the row is on or off as its object says", row=row)
         elif not self.kept and not self.used_later:
             expect(row.desired == "off", "an endpoint whose object was deleted is off", row=row)
-        current = current_state(NAME, self.objects.values())
+        current = current_state(self.objects.values())
         if row.desired == "off":
             expect(not self.objects, "an endpoint that is off leaves no object", objects=list(self.objects))
             expect(current == RolloutState(), "off is off")

@@ -6,11 +6,13 @@ with its status. `phase_of` derives the word that a list of jobs shows; no decis
 
 from collections.abc import Iterable
 from datetime import datetime
+from typing import Literal
 
 from eyrie_api.contract.promotion import DriftSpec
 from eyrie_api.contract.status import Condition, ConditionStatus, ConditionType, Phase
 
 Conditions = tuple[Condition, ...]
+_ENDS: tuple[Literal["Succeeded", "Failed", "Cancelled"], ...] = ("Succeeded", "Failed", "Cancelled")
 
 
 def find(conditions: Iterable[Condition], kind: str) -> Condition | None:
@@ -53,17 +55,14 @@ def remove(conditions: Conditions, *kinds: ConditionType) -> Conditions:
 
 
 def is_over(conditions: Conditions) -> bool:
-    return any(is_true(conditions, kind) for kind in ("Succeeded", "Failed", "Cancelled"))
+    return any(is_true(conditions, kind) for kind in _ENDS)
 
 
 def phase_of(conditions: Conditions, *, started: bool, cancel_requested: bool) -> Phase:
     """The phase, for display."""
-    if is_true(conditions, "Succeeded"):
-        return "Succeeded"
-    if is_true(conditions, "Failed"):
-        return "Failed"
-    if is_true(conditions, "Cancelled"):
-        return "Cancelled"
+    for end in _ENDS:
+        if is_true(conditions, end):
+            return end
     if cancel_requested:
         return "Cancelling"
     return "Running" if started else "Pending"

@@ -21,7 +21,6 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from sqlalchemy.exc import DatabaseError, OperationalError
@@ -67,14 +66,10 @@ def run(settings: Settings) -> None:
     raise_descriptor_limit()
     listening = bind(settings.host, settings.port, "--port")
     plane = Plane(settings)
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        """Race: in effect before uvicorn installs its handlers and after it has removed them. uvicorn raises a caught
-        signal again after its shutdown; by then `plane` is shutting down already."""
-        plane.stop()
-
+    # Race: in effect before uvicorn installs its handlers and after it has removed them. uvicorn raises a caught signal
+    # again after its shutdown; by then `plane` is shutting down already.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_caught: plane.stop())
     prefer_short_waits()
     with plane:
         plane.serve(listening)

@@ -167,7 +167,14 @@ def check_whole(database: Database) -> bool:
         raise DatabaseDamaged(f"the database {database.engine.url.database} is damaged: {lost[0]}", _RESTORE)
     message = _log_damage(database)
     if message:
-        _set_log_aside(database, message)
+        path = Path(str(database.engine.url.database))
+        damaged = path.with_name(f"{path.name}-wal")
+        try:
+            (path.parent / SET_ASIDE).mkdir(exist_ok=True)
+            copy = shutil.copy(damaged, _free(path.parent / SET_ASIDE / damaged.name))
+        except OSError as error:  # a full disk is no reason not to start
+            copy = f"nowhere ({error})"
+        log.warning("%s: %s; a copy is kept at %s; %s", damaged, message, copy, _LOG_HINT)
     return bool(message)
 
 
@@ -186,18 +193,6 @@ def _log_damage(database: Database) -> str:
     commits = min(ignored_commits(path), ignored_commits(path))
     return (f"the log of the database is damaged: SQLite ignores the damaged part and what follows it, {commits} "
             f"committed or unconfirmed transactions") if commits else ""
-
-
-def _set_log_aside(database: Database, message: str) -> None:
-    """Log the damage, and keep a copy of the damaged log, which the first connection overwrites."""
-    path = Path(str(database.engine.url.database))
-    damaged = path.with_name(f"{path.name}-wal")
-    try:
-        (path.parent / SET_ASIDE).mkdir(exist_ok=True)
-        copy = shutil.copy(damaged, _free(path.parent / SET_ASIDE / damaged.name))
-    except OSError as error:  # a full disk is no reason not to start
-        copy = f"nowhere ({error})"
-    log.warning("%s: %s; a copy is kept at %s; %s", damaged, message, copy, _LOG_HINT)
 
 
 def _unknown_directories(home: Home, kind: Literal["jobs", "endpoints"], known: Collection[str]) -> Iterator[Defect]:

@@ -48,14 +48,10 @@ def _since(pod: _Object, condition: _Object | None) -> datetime:
     return datetime.fromisoformat((condition or {}).get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
 
 
-def _place(pod: _Object) -> str:
-    return f"-n {pod['metadata'].get('namespace', 'NAMESPACE')}"
-
-
 def _why_not_created(pod: _Object) -> Wait | None:
     status, name = pod.get("status", {}), pod["metadata"]["name"]
     since = _since(pod, _condition(pod, "PodScheduled", "True"))
-    look = f"kubectl {_place(pod)} describe pod {name}"
+    look = f"kubectl -n {pod['metadata'].get('namespace', 'NAMESPACE')} describe pod {name}"
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}
         if (reason := waiting.get("reason")) in _LACKING:
@@ -88,7 +84,7 @@ def _why_unscheduled(pod: _Object) -> Wait | None:
         return None
     since = _since(pod, condition)
     words = " ".join(str(condition.get("message") or condition.get("reason") or "").split())[:_LONGEST]
-    place = _place(pod)
+    place = f"-n {pod['metadata'].get('namespace', 'NAMESPACE')}"
     labels, devices = dict(pod.get("spec", {}).get("nodeSelector") or {}), dict[str, int]()
     for container in pod.get("spec", {}).get("containers", ()):
         for name, amount in container.get("resources", {}).get("limits", {}).items():

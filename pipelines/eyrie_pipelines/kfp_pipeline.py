@@ -191,14 +191,12 @@ def hardware(job_dir: str, spec_digest: str, code_version: str, checkpoint: str,
     return done
 
 
-def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: task, trainings: int | None = 1,
-           benchmarks: int | None = 1, *, together: bool = True, prefetched: bool = False,
-           profiles: Sequence[str] = (), trains: bool = True) -> Any:
+def define(place: Callable[[Any, TaskKind, str], Any] | None = None, *, benchmarks: int | None = 1,
+           together: bool = True, prefetched: bool = False, profiles: Sequence[str] = (), trains: bool = True) -> Any:
     """The whole job as a kfp pipeline.
 
     place       applies a placement to a task, given its kind and the name of its hardware profile, if it is measured
-                on one; on one machine tasks need none
-    trainings   how many candidates are trained in parallel; None for no limit
+                on one; None on one machine, which trains one candidate at a time
     benchmarks  how many checkpoints are measured in parallel; more than one where each has GPUs of its own
     together    whether there is a task that trains all candidates; it is placed like a training run
     prefetched  whether there is a task that fills the model cache first
@@ -208,7 +206,8 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
 
     def placed(task: Any, kind: TaskKind = None, profile: str = "") -> Any:
         # No kfp cache: its key does not cover what a stage program reads.
-        return place(task.set_caching_options(False), kind, profile)
+        task.set_caching_options(False)
+        return task if place is None else place(task, kind, profile)
 
     def training(job: dict[str, Any], rows: Any) -> Any:
         """The tasks from the answers in `rows` to the exported drafters."""
@@ -216,7 +215,7 @@ def define(place: Callable[[Any, TaskKind, str], Any] = lambda task, *_kind: tas
         states = store.outputs["states"]
         candidates = placed(list_candidates(**job))
         ready = placed(train_all(**job, store=store.outputs["Output"], states=states), "train") if together else store
-        with dsl.ParallelFor(candidates.output, parallelism=trainings) as candidate:
+        with dsl.ParallelFor(candidates.output, parallelism=1 if place is None else None) as candidate:
             # After the sweep task it only reads a manifest, which needs no GPU.
             trained = placed(train(**job, store=ready.outputs["Output"], candidate=candidate, states=states),
                              None if together else "train")

@@ -40,9 +40,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import kfp_server_api
 import urllib3
@@ -53,7 +52,6 @@ from eyrie_api.contract.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import STAGES, StageName
-from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.errors import ArtifactMissing, InvalidInput, Permanent, Transient
 from eyrie_pipelines.run_records import FAILURE_FILE, RUN_DIR, read_failure, read_record, work_done
 from eyrie_pipelines.runner import JOB_FILE, JobFile, ObservedRun, RunFailed, Runner, RunState
@@ -129,10 +127,7 @@ class KubeflowRunner(Runner):
             return
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
-        spec = job.spec
-        pipeline = compile_for(self._profile, spec.placement, together=job.resolved.trains_together,
-                               hardware=spec.prove.hardware, trains=spec.trains,
-                               prefetched=self._profile.model_cache is not None and is_hub_id(spec.target.model))
+        pipeline = compile_for(self._profile, job.resolved)
         job = self._write_job(job)
         number = self._runs(job.id)[-1][1] + 1 if seen.attempt == job.attempt else 1
         # Deaths are counted from this start on where the job has got further since the last count.
@@ -278,8 +273,6 @@ _PAGE = 100
 _EQUALS, _IS_SUBSTRING = 1, 9
 """Of filter.proto."""
 
-ResultT = TypeVar("ResultT")
-
 
 class KubeflowUnavailable(Transient):
     """Kubeflow Pipelines does not respond, or limits requests."""
@@ -313,23 +306,21 @@ class KfpApi:
         self._experiments = kfp_server_api.ExperimentServiceApi(self._client)
         self._experiment_id: str | None = None
 
-    def create_run(self, name: str, pipeline: dict[str, Any], parameters: dict[str, str]) -> str:
-        """Create a run and return its id. The caller has checked that no run has this name."""
+    def create_run(self, name: str, pipeline: dict[str, Any], parameters: dict[str, str]) -> None:
+        """Create a run. The caller has checked that no run has this name."""
         run = kfp_server_api.V2beta1Run(
             display_name=name, experiment_id=self._experiment(), pipeline_spec=pipeline,
             service_account=self._spec.service_account,
             runtime_config=kfp_server_api.V2beta1RuntimeConfig(parameters=parameters))
-        created = self._request(lambda options: self._runs.run_service_create_run(run, **options), f"run {name}")
-        return str(created.run_id)
+        self._request(self._runs.run_service_create_run, f"run {name}", run)
 
     def find_runs(self, part: str) -> list[Any]:
         """Runs whose display name contains `part`, oldest first."""
         runs: list[Any] = []
         query = {"experiment_id": self._experiment(), "page_size": _PAGE, "sort_by": "created_at asc",
-                 "filter": _where("display_name", _IS_SUBSTRING, part)}
+                 "filter": _where(_IS_SUBSTRING, part)}
         while True:
-            page = self._request(lambda options: self._runs.run_service_list_runs(**query, **options),
-                                 f"runs of {part}")
+            page = self._request(self._runs.run_service_list_runs, f"runs of {part}", **query)
             runs += page.runs or []
             if not page.next_page_token:
                 return runs
@@ -337,26 +328,25 @@ class KfpApi:
 
     def terminate_run(self, run_id: str) -> None:
         """Terminate a run; succeeds when it does not exist or has ended."""
-        with suppress(KubeflowNotFound):
+        with contextlib.suppress(KubeflowNotFound):
             try:
-                self._request(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
+                self._request(self._runs.run_service_terminate_run, f"run {run_id}", run_id)
             except (KubeflowNotFound, PipelineRejected):
-                run = self._request(lambda options: self._runs.run_service_get_run(run_id, **options), f"run {run_id}")
+                run = self._request(self._runs.run_service_get_run, f"run {run_id}", run_id)
                 if run.state in ("PENDING", "RUNNING", "PAUSED"):
                     raise
 
     def _experiment(self) -> str:
         """The id of the experiment, created if it does not exist."""
-        if self._experiment_id is not None:
-            return self._experiment_id
-        name = self._spec.experiment
-        experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
-        self._experiment_id = self._find_experiment()
         if self._experiment_id is None:
+            self._experiment_id = self._find_experiment()
+        if self._experiment_id is None:
+            name = self._spec.experiment
+            experiment = kfp_server_api.V2beta1Experiment(display_name=name, namespace=self._spec.namespace)
             try:
-                created = self._request(lambda options: self._experiments.experiment_service_create_experiment(
-                    experiment, **options), f"experiment {name}")
-                self._experiment_id = str(created.experiment_id)
+                self._experiment_id = str(self._request(
+                    self._experiments.experiment_service_create_experiment, f"experiment {name}",
+                    experiment).experiment_id)
             except PipelineRejected:  # race: another process created it after we searched
                 self._experiment_id = self._find_experiment()
                 if self._experiment_id is None:
@@ -366,12 +356,12 @@ class KfpApi:
     def _find_experiment(self) -> str | None:
         name = self._spec.experiment
         scope = {} if self._spec.namespace is None else {"namespace": self._spec.namespace}
-        page = self._request(lambda options: self._experiments.experiment_service_list_experiments(
-            page_size=_PAGE, filter=_where("display_name", _EQUALS, name), **scope, **options), f"experiment {name}")
+        page = self._request(self._experiments.experiment_service_list_experiments, f"experiment {name}",
+                             page_size=_PAGE, filter=_where(_EQUALS, name), **scope)
         return next((str(each.experiment_id) for each in page.experiments or [] if each.display_name == name), None)
 
-    def _request(self, call: Callable[[dict[str, Any]], ResultT], what: str) -> ResultT:
-        """Send one request and translate its errors."""
+    def _request(self, method: Callable[..., Any], what: str, *arguments: Any, **options: Any) -> Any:
+        """Send one request, by a method of the generated client, and translate its errors."""
         self._client.set_default_header("Accept", "application/json")
         if self._spec.token_file is not None:
             path = Path(self._spec.token_file)
@@ -381,7 +371,7 @@ class KfpApi:
                 raise KubeflowUnavailable(f"the token of Kubeflow Pipelines in {path} cannot be read: {error.strerror}",
                                           "will retry; mount the service account's token there") from None
         try:
-            return call({"_request_timeout": self._spec.timeout_s})
+            return method(*arguments, **options, _request_timeout=self._spec.timeout_s)
         except kfp_server_api.ApiException as error:
             raise _error_of(error, what, self._spec) from None
         except urllib3.exceptions.HTTPError as error:
@@ -390,15 +380,16 @@ class KfpApi:
                 "will retry; check that it runs and that kubeflow.url is its URL") from None
 
 
-def _where(key: str, operation: int, value: str) -> str:
-    return json.dumps({"predicates": [{"key": key, "operation": operation, "string_value": value}]})
+def _where(operation: int, value: str) -> str:
+    """The filter of display names."""
+    return json.dumps({"predicates": [{"key": "display_name", "operation": operation, "string_value": value}]})
 
 
 def _error_of(error: Any, what: str, spec: KubeflowSpec) -> Exception:
     """The exception for a response other than 2xx, with the server's message on one line."""
     status = int(error.status or 0)
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-    with suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError):
         document = json.loads(body)
         body = str(document.get("error") or document.get("message") or body)
     message = " ".join(body.split())

@@ -210,8 +210,19 @@ def observe(job_dir: Path) -> ObservedRun:
 
 
 def find_handle(job_dir: Path) -> RunHandle | None:
-    """The leader of the latest run, which may have ended; None where none was started."""
-    return read_record(job_dir / RUN_DIR / "run.json", RunHandle) or _find_leader(job_dir)
+    """The leader of the latest run, which may have ended; None where none was started. Without a readable record the
+    one that runs is found by its command line."""
+    handle = read_record(job_dir / RUN_DIR / "run.json", RunHandle)
+    # Not for jobs that were never started: every process of the machine is looked at.
+    if handle is not None or not (job_dir / RUN_DIR).is_dir():
+        return handle
+    process = find_process(_MODULE, str(job_dir.resolve()))
+    arguments = [] if process is None else arguments_of(process.pid)
+    if process is None or "--attempt" not in arguments:
+        return None
+    attempt = int(arguments[arguments.index("--attempt") + 1])
+    return RunHandle(run_id=_run_id(job_dir.name, attempt, process), job_id=job_dir.name, attempt=attempt,
+                     process=process, started_at=datetime.now(UTC))
 
 
 def stop(job_dir: Path, grace_s: float = GRACE_S) -> None:
@@ -231,20 +242,6 @@ def live_processes(job_dir: Path) -> list[int]:
     """Running processes of the latest run's group."""
     handle = find_handle(job_dir)
     return [] if handle is None else group_members(handle.process.pid)
-
-
-def _find_leader(job_dir: Path) -> RunHandle | None:
-    """The leader of a run without a readable record, by its command line; None when no such process is running. Jobs
-    that were never started are left out: every process of the machine is looked at."""
-    if not (job_dir / RUN_DIR).is_dir():
-        return None
-    process = find_process(_MODULE, str(job_dir.resolve()))
-    arguments = [] if process is None else arguments_of(process.pid)
-    if process is None or "--attempt" not in arguments:
-        return None
-    attempt = int(arguments[arguments.index("--attempt") + 1])
-    return RunHandle(run_id=_run_id(job_dir.name, attempt, process), job_id=job_dir.name, attempt=attempt,
-                     process=process, started_at=datetime.now(UTC))
 
 
 def _run_id(job_id: str, attempt: int, process: ProcessId) -> str:

@@ -35,9 +35,10 @@ import yaml
 from kfp import compiler, kubernetes
 
 from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile
-from eyrie_api.contract.hardware import HardwareSpec
-from eyrie_api.contract.placement import HostPath, JobPlacement, Placement, S3Work, VolumeWork
+from eyrie_api.contract.placement import HostPath, Placement, S3Work, VolumeWork
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.targets import is_hub_id
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.placement import resolve_hardware_placement, resolve_stage_placement
 from eyrie_pipelines.kfp_pipeline import TaskKind, define
@@ -77,19 +78,15 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TASK_COMMAND = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
-def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False,
-                hardware: HardwareSpec | None = None, prefetched: bool = False,
-                trains: bool = True) -> dict[str, Any]:
-    """The pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
+def compile_for(profile: ClusterProfile, job: ResolvedJob) -> dict[str, Any]:
+    """The job's pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
 
-    together   whether one task trains all candidates. It then gets the training's placement, and the candidates' own
-               tasks get small requests. Otherwise there is no such task: it would wait for a GPU to do nothing.
-    hardware   of the job's `prove`: a task for each profile, placed there
-    prefetched whether the first task fills the profile's model cache
-    trains     whether the job trains; else it measures drafters that were trained elsewhere
+    A task that trains all candidates gets the training's placement, and the candidates' own tasks get small requests.
+    Where the candidates are trained one by one there is no such task: it would wait for a GPU to do nothing.
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
+    requested, hardware = job.spec.placement, job.spec.prove.hardware
     pools = {pool.name: pool for pool in (() if hardware is None else hardware.profiles)}
 
     def placed(task: Any, kind: TaskKind, name: str) -> Any:
@@ -126,8 +123,9 @@ def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: b
         # server's or a test runner's stack it takes seconds, from an empty one a tenth of a second.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: compiler.Compiler().compile(
-                define(placed, trainings=None, benchmarks=benchmarks, together=together, prefetched=prefetched,
-                       profiles=tuple(pools), trains=trains),
+                define(placed, benchmarks=benchmarks, together=job.trains_together,
+                       prefetched=profile.model_cache is not None and is_hub_id(job.spec.target.model),
+                       profiles=tuple(pools), trains=job.spec.trains),
                 str(path))).result()
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
@@ -155,10 +153,7 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     if placement.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(placement.image_pull_secrets))
     _set_resources(task, placement)
-    labels = dict(placement.node_selector)
-    if placement.gpu_type is not None:
-        labels[placement.gpu_type_label] = placement.gpu_type
-    for key, value in labels.items():
+    for key, value in placement.node_labels.items():
         kubernetes.add_node_selector(task, key, value)
     for each in placement.tolerations:
         kubernetes.add_toleration(task, key=each.key or "", operator=each.operator, value=each.value,

@@ -90,26 +90,46 @@ def write_training(job_dir: str, ref: str, drafter: OutputArtifact, learning: Ou
 def write_checkpoints(job_dir: str, spec_digest: str, names: Sequence[str], artifact: OutputArtifact) -> None:
     """All drafters that are benchmarked."""
     job, work = tasks.load_job(job_dir, spec_digest), WorkArea.of(Path(job_dir))
-    refs = [stage_specs.find_checkpoint(job.resolved, tasks.train_reports(job_dir, job), name) for name in names]
+    known = tasks.checkpoints(job_dir, job)
+    refs = [stage_specs.find_checkpoint(known, name) for name in names]
     _write(artifact, {"checkpoints": len(refs)} | {ref.name: work.address(Path(job_dir) / ref.path) for ref in refs})
 
 
 def write_metrics(job_dir: str, ref: str, artifact: OutputArtifact) -> None:
     """The figures of benchmark, tune, prove or hardware."""
     report = tasks.stage_manifest(job_dir, ref).report
+    metadata: Metadata
     if isinstance(report, BenchmarkReport):
         metadata = {
             "checkpoint": report.checkpoint, "candidate": report.candidate, "rival": report.rival,
             "dropped": report.dropped, "shapes": SHAPE, "speed-up": report.speedup, "lossless": report.lossless,
             "tokens per second without drafter": report.baseline_tokens_per_s} | _cells(report)
     elif isinstance(report, TuneReport):
-        metadata = of_tuning(report)
+        metadata = {
+            "checkpoint": report.checkpoint, "shapes": SHAPE, "winner": report.winner.label(),
+            "finding": report.finding, "speed-up": report.final.speedup, "lossless": report.final.lossless}
+        if report.map is not None:
+            metadata |= {"crossover": report.map.crossover, "trials measured": report.map.trials_measured}
+            for point in report.map.points:  # the best setting at every load
+                metadata |= {f"setting ({point.concurrency} at once)": point.setting.label(),
+                             f"speed-up ({point.concurrency} at once)": point.speedup}
+        metadata |= _cells(report.final)
     elif isinstance(report, HardwareMeasurement):
         metadata = {"profile": report.profile.name, "price per hour": report.profile.price_per_hour,
                     "skipped": report.skipped or None} | dict(_loads(report.load, ""))
     else:
         assert isinstance(report, ProveReport)
-        metadata = of_proof(report)
+        parity = report.parity
+        metadata = {"checkpoint": report.checkpoint, "engine": report.engine, "shapes": SHAPE,
+                    "setting": report.use.setting.label(), "skipped": report.skipped or None}
+        if parity is not None:
+            metadata |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
+                         "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
+        if report.loaded_parity is not None:
+            metadata |= {"unchanged under load": report.loaded_parity.passed}
+        if report.sampled_parity is not None and report.sampled_parity.passed is not None:
+            metadata |= {"unchanged at temperature 1": report.sampled_parity.passed}
+        metadata |= dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
     _write_stage(job_dir, ref, artifact, metadata)
 
 
@@ -117,7 +137,7 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
     """The selected checkpoint: a candidate's or a rival."""
     job = tasks.load_job(job_dir)
     reports = tasks.train_reports(job_dir, job)
-    ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
+    ref = stage_specs.find_checkpoint(stage_specs.benchmarked(job.resolved, reports), checkpoint)
     trained = next((exported for report in reports for exported in report.checkpoints if exported.name == checkpoint),
                    None)
     measured = tasks.stage_report(job_dir, stage_specs.reference("benchmark", checkpoint), BenchmarkReport)
@@ -131,7 +151,7 @@ def write_winner(job_dir: str, checkpoint: str, artifact: OutputArtifact) -> Non
 def write_report(job_dir: str, spec_digest: str, artifact: OutputArtifact) -> None:
     """The report of benchmark, tuning and decision as one HTML page, when every stage has finished."""
     job = tasks.load_job(job_dir, spec_digest)
-    benchmarks = tasks.benchmark_reports(job_dir, job, tasks.train_reports(job_dir, job))
+    benchmarks = tasks.benchmark_reports(job_dir, tasks.checkpoints(job_dir, job))
     tuned = tasks.stage_report(job_dir, stage_specs.reference("tune"), TuneReport)
     proof = tasks.stage_report(job_dir, stage_specs.reference("prove"), ProveReport)
     _write(artifact, {"content": "benchmark, tuning map and decision"}, run_report.html(job, benchmarks, tuned, proof))
@@ -151,34 +171,6 @@ def _cells(report: BenchmarkReport) -> Metadata:
 def _measured(cell: CellReport | ConcurrencyReport, where: str) -> Metadata:
     return {f"speed-up ({where})": cell.speedup, f"speed-up, low ({where})": cell.speedup_interval.low,
             f"speed-up, high ({where})": cell.speedup_interval.high, f"tau ({where})": cell.tau}
-
-
-def of_tuning(report: TuneReport) -> Metadata:
-    """The best setting at every load, and the winner measured on prompts of every suite."""
-    metadata: Metadata = {
-        "checkpoint": report.checkpoint, "shapes": SHAPE, "winner": report.winner.label(),
-        "finding": report.finding, "speed-up": report.final.speedup, "lossless": report.final.lossless}
-    if report.map is not None:
-        metadata |= {"crossover": report.map.crossover, "trials measured": report.map.trials_measured}
-        for point in report.map.points:
-            metadata |= {f"setting ({point.concurrency} at once)": point.setting.label(),
-                         f"speed-up ({point.concurrency} at once)": point.speedup}
-    return metadata | _cells(report.final)
-
-
-def of_proof(report: ProveReport) -> Metadata:
-    """The tuned drafter in the serving engine."""
-    parity = report.parity
-    metadata: Metadata = {"checkpoint": report.checkpoint, "engine": report.engine, "shapes": SHAPE,
-                          "setting": report.use.setting.label(), "skipped": report.skipped or None}
-    if parity is not None:
-        metadata |= {"serves what was trained": parity.passed, "identical answers": parity.identical,
-                     "answers compared": parity.prompts, f"tau (greedy, {parity.tree.label()})": parity.tau}
-    if report.loaded_parity is not None:
-        metadata |= {"unchanged under load": report.loaded_parity.passed}
-    if report.sampled_parity is not None and report.sampled_parity.passed is not None:
-        metadata |= {"unchanged at temperature 1": report.sampled_parity.passed}
-    return metadata | dict(_loads(report.load, "")) | dict(_loads(report.changed_prompt, ", other system prompt"))
 
 
 def _loads(report: LoadReport | None, suffix: str) -> Iterator[tuple[str, float]]:

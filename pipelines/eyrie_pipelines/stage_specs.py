@@ -98,24 +98,19 @@ def train_spec(job: JobFile, job_dir: Path, name: str) -> TrainStage:
                       rows=rows)
 
 
-def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
-    """Every exported drafter of every candidate, in order of candidate and step. Raises ArtifactMissing when none."""
-    checkpoints = tuple(
+def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
+    """Every drafter that is benchmarked: those that the candidates exported, by candidate and step, then those from
+    elsewhere, whose benchmark stage copies them into its output. Raises ArtifactMissing when training exported none."""
+    exported = [
         CheckpointRef(name=checkpoint.name, candidate=checkpoint.candidate,
                       path=(stage_dir(Path(), "train", checkpoint.candidate) / checkpoint.path).as_posix())
-        for report in reports for checkpoint in sorted(report.checkpoints, key=lambda checkpoint: checkpoint.step))
-    if not checkpoints:
+        for report in reports for checkpoint in sorted(report.checkpoints, key=lambda checkpoint: checkpoint.step)]
+    if job.spec.trains and not exported:
         raise ArtifactMissing("training exported no checkpoint", "raise train.epochs or train.max_steps and retry")
-    return checkpoints
-
-
-def benchmarked(job: ResolvedJob, reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
-    """Every drafter that is benchmarked: `list_checkpoints`, if the job trains, then those from elsewhere, whose
-    benchmark stage copies them into its output. Raises as `list_checkpoints`."""
     brought = (CheckpointRef(name=drafter.checkpoint, candidate=drafter.checkpoint,
                              path=(stage_dir(Path(), "benchmark", drafter.checkpoint) / COPY_DIR).as_posix())
                for drafter in job.brought)
-    return (*(list_checkpoints(reports) if job.spec.trains else ()), *brought)
+    return (*exported, *brought)
 
 
 def train_reports(job: ResolvedJob, job_dir: Path) -> list[TrainReport]:
@@ -138,9 +133,9 @@ def stage_keys(job: ResolvedJob, job_dir: Path, stage: StageName) -> list[str]:
     return list(job.spec.prove.profile_names) if stage == "hardware" else [""]
 
 
-def find_checkpoint(job: ResolvedJob, reports: Sequence[TrainReport], name: str) -> CheckpointRef:
-    """The checkpoint of that name, a candidate's or one from elsewhere. Raises ArtifactMissing."""
-    for checkpoint in benchmarked(job, reports):
+def find_checkpoint(checkpoints: Sequence[CheckpointRef], name: str) -> CheckpointRef:
+    """The checkpoint of that name among those of `benchmarked`. Raises ArtifactMissing."""
+    for checkpoint in checkpoints:
         if checkpoint.name == name:
             return checkpoint
     raise ArtifactMissing(f"no candidate exported a checkpoint {name!r}", "train again: eyrie retry JOB --from train")
@@ -156,14 +151,12 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
         max_concurrency=job.resolved.measured_at_once)
 
 
-def rival_to_beat(job: ResolvedJob, reports: Sequence[TrainReport], benchmarks: Sequence[BenchmarkReport],
+def rival_to_beat(job: ResolvedJob, checkpoints: Sequence[CheckpointRef], benchmarks: Sequence[BenchmarkReport],
                   checkpoint: str) -> CheckpointRef | None:
     """The rival that is tuned and proven next to the selected checkpoint: with `promotion.must_beat: rivals` the
     best."""
-    if job.spec.promotion.must_beat != "rivals":
-        return None
-    rival = best_rival(benchmarks, besides=checkpoint)
-    return None if rival is None else find_checkpoint(job, reports, rival.checkpoint)
+    rival = best_rival(benchmarks, besides=checkpoint) if job.spec.promotion.must_beat == "rivals" else None
+    return None if rival is None else find_checkpoint(checkpoints, rival.checkpoint)
 
 
 def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef,

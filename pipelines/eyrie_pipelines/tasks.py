@@ -21,7 +21,7 @@ from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, read_repo
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.records import Failure
 from eyrie_api.contract.reports import BenchmarkReport, RegenerateReport, TrainReport, TuneReport
-from eyrie_api.contract.stages import BenchmarkStage, Manifest, StageName, StageSpec, TrainStage
+from eyrie_api.contract.stages import Manifest, StageName, StageSpec, TrainStage
 from eyrie_api.decisions.leaderboard import select_for_proof
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_pipelines import stage_specs
@@ -34,7 +34,7 @@ from eyrie_pipelines.run_records import (
     read_stage_failure,
 )
 from eyrie_pipelines.runner import JOB_FILE, JobFile
-from eyrie_pipelines.several_gpus import SHARES, TRAINJOB_VARIABLE, Share, measure_on_shares, num_processes
+from eyrie_pipelines.several_gpus import SHARES, TRAINJOB_VARIABLE, measure_on_shares, num_processes
 from eyrie_pipelines.stage_process import run_in_directory, run_stage_program, run_sweep_program
 from eyrie_pipelines.work_area import WorkArea
 from eyrie_workers.catalog import command, stage_dir
@@ -134,36 +134,25 @@ def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str) -> str:
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
     """Names of the exported drafters of all candidates, and of the drafters from elsewhere."""
     with _recording_failure(job_dir, spec_digest, "train") as job:
-        return [checkpoint.name for checkpoint in stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))]
+        return [checkpoint.name for checkpoint in checkpoints(job_dir, job)]
 
 
 def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     with _recording_failure(job_dir, spec_digest, "benchmark", checkpoint) as job:
-        reports = train_reports(job_dir, job)
-        ref = stage_specs.find_checkpoint(job.resolved, reports, checkpoint)
-        # Set by the runner of one machine, not on a cluster, nor in a child that has one of the shares.
+        root, refs = Path(job_dir), checkpoints(job_dir, job)
+        specs = {ref.name: stage_specs.benchmark_spec(job, root, ref, first=ref == refs[0]) for ref in refs}
+        spec = specs[stage_specs.find_checkpoint(refs, checkpoint).name]
+        # Set by the runner of one machine, not on a cluster, nor in a child that has one of the shares. All checkpoints
+        # that have no manifest yet are then measured, on several GPUs at once.
         if shares := tuple(tuple(share.split(",")) for share in os.environ.get(SHARES, "").split(";") if share):
-            _benchmark_on_shares(job_dir, spec_digest, job, reports, shares)
-        return _run(job_dir, _benchmark_spec(job_dir, job, reports, ref), checkpoint)
-
-
-def _benchmark_spec(job_dir: str, job: JobFile, reports: Sequence[TrainReport],
-                    checkpoint: stage_specs.CheckpointRef) -> BenchmarkStage:
-    first = stage_specs.benchmarked(job.resolved, reports)[0].name == checkpoint.name
-    return stage_specs.benchmark_spec(job, Path(job_dir), checkpoint, first=first)
-
-
-def _benchmark_on_shares(job_dir: str, spec_digest: str, job: JobFile, reports: Sequence[TrainReport],
-                         shares: Sequence[Share]) -> None:
-    """Measure all checkpoints that have no manifest yet, on several GPUs at once. Raises StageFailed after a failure,
-    which is recorded."""
-    root = Path(job_dir)
-    missing = [ref.name for ref in stage_specs.benchmarked(job.resolved, reports) if not _is_finished(
-        _benchmark_spec(job_dir, job, reports, ref), stage_dir(root, "benchmark", ref.name))]
-    if len(missing) > 1:
-        measure_on_shares(job_dir, spec_digest, missing, shares)
-    if (failed := read_failure(root)) is not None:
-        raise StageFailed(f"{failed.stage} {failed.key} failed".rstrip(), "correct that stage and retry the job")
+            missing = [name for name, each in specs.items()
+                       if not _is_finished(each, stage_dir(root, "benchmark", name))]
+            if len(missing) > 1:
+                measure_on_shares(job_dir, spec_digest, missing, shares)
+            if (failed := read_failure(root)) is not None:
+                raise StageFailed(f"{failed.stage} {failed.key} failed".rstrip(),
+                                  "correct that stage and retry the job")
+        return _run(job_dir, spec, checkpoint)
 
 
 def select(job_dir: str, benchmarked: list[str]) -> str:
@@ -177,19 +166,19 @@ def select(job_dir: str, benchmarked: list[str]) -> str:
 def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
     """Tune the draft tree of the selected checkpoint; with `promotion.must_beat: rivals` that of the best rival too."""
     with _recording_failure(job_dir, spec_digest, "tune") as job:
-        trained = train_reports(job_dir, job)
+        refs = checkpoints(job_dir, job)
         return _run(job_dir, stage_specs.tune_spec(
-            job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint),
-            stage_specs.rival_to_beat(job.resolved, trained, benchmark_reports(job_dir, job, trained), checkpoint)))
+            job, Path(job_dir), stage_specs.find_checkpoint(refs, checkpoint),
+            stage_specs.rival_to_beat(job.resolved, refs, benchmark_reports(job_dir, refs), checkpoint)))
 
 
 def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
     """Measure the tuned checkpoint in the engine that will serve it."""
     with _recording_failure(job_dir, spec_digest, "prove") as job:
-        trained, rival = train_reports(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
+        refs, rival = checkpoints(job_dir, job), stage_report(job_dir, tuned, TuneReport).rival
         spec = stage_specs.prove_spec(
-            job, Path(job_dir), stage_specs.find_checkpoint(job.resolved, trained, checkpoint), tuned,
-            None if rival is None else stage_specs.find_checkpoint(job.resolved, trained, rival.checkpoint))
+            job, Path(job_dir), stage_specs.find_checkpoint(refs, checkpoint), tuned,
+            None if rival is None else stage_specs.find_checkpoint(refs, rival.checkpoint))
         # The incumbent is the only input of a stage that is not part of the job: by the time of a retry the endpoint
         # may serve another drafter, and a finished comparison is void.
         directory, work = stage_dir(Path(job_dir), "prove"), WorkArea.of(Path(job_dir))
@@ -203,7 +192,7 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
 def hardware(job_dir: str, spec_digest: str, checkpoint: str, profile: str) -> str:
     """Measure the proven checkpoint, and no drafter, on one kind of hardware."""
     with _recording_failure(job_dir, spec_digest, "hardware", profile) as job:
-        ref = stage_specs.find_checkpoint(job.resolved, train_reports(job_dir, job), checkpoint)
+        ref = stage_specs.find_checkpoint(checkpoints(job_dir, job), checkpoint)
         return _run(job_dir, stage_specs.hardware_spec(job, Path(job_dir), ref, profile), profile)
 
 
@@ -252,9 +241,13 @@ def train_reports(job_dir: str, job: JobFile) -> list[TrainReport]:
             for candidate in job.resolved.candidates]
 
 
-def benchmark_reports(job_dir: str, job: JobFile, trained: Sequence[TrainReport]) -> list[BenchmarkReport]:
-    return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport)
-            for ref in stage_specs.benchmarked(job.resolved, trained)]
+def checkpoints(job_dir: str, job: JobFile) -> tuple[stage_specs.CheckpointRef, ...]:
+    """Every drafter that is benchmarked."""
+    return stage_specs.benchmarked(job.resolved, train_reports(job_dir, job))
+
+
+def benchmark_reports(job_dir: str, refs: Sequence[stage_specs.CheckpointRef]) -> list[BenchmarkReport]:
+    return [stage_report(job_dir, stage_specs.reference("benchmark", ref.name), BenchmarkReport) for ref in refs]
 
 
 def stage_manifest(job_dir: str, ref: str) -> Manifest:

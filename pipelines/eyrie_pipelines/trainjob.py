@@ -19,12 +19,13 @@ a service account that may get, create and delete trainjobs in its namespace: se
 `service_account` or the run's. Requests go to the API server with its token; no Kubernetes client is needed.
 """
 
+import contextlib
 import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import httpx
@@ -147,11 +148,8 @@ def _pod(request: TrainJobRequest) -> dict[str, Any]:
         mount("shared-memory", {"emptyDir": {"medium": "Memory", "sizeLimit": placed.shared_memory}}, "/dev/shm")
     for number, host in enumerate(placed.host_paths):
         mount(f"host-{number}", {"hostPath": {"path": host.path}}, host.mount_path, readOnly=host.read_only)
-    chosen = dict(placed.node_selector)
-    if placed.gpu_type is not None:
-        chosen[placed.gpu_type_label] = placed.gpu_type
     pod: dict[str, Any] = {
-        "serviceAccountName": placed.service_account, "nodeSelector": chosen,
+        "serviceAccountName": placed.service_account, "nodeSelector": placed.node_labels,
         "tolerations": [toleration.model_dump(mode="json", exclude_none=True) for toleration in placed.tolerations],
         "imagePullSecrets": [{"name": name} for name in placed.image_pull_secrets], "volumes": volumes,
         "containers": [{"name": _NODE, "volumeMounts": mounts}] if mounts else []}
@@ -184,34 +182,33 @@ class TrainJobClient:
         On SIGTERM it deletes the TrainJob and exits with 143. Raises TrainJobUnavailable, TrainJobRejected.
         """
         name = trainjob["metadata"]["name"]
-        termination = _Termination()
-        try:
-            existing = self.read(name)
-            # Race: the pod before this one may have died between the end of its TrainJob and the deletion. That result
-            # belongs to an earlier attempt. A TrainJob of the same name can be created once the old one is gone.
-            if existing is not None and result_of(existing) is not None:
-                self.delete(name)
-                while self.read(name) is not None:
-                    termination.pause(poll_s)
-                existing = None
-            if existing is None:
-                self._request("POST", self._path, trainjob)
-            while True:
-                current = self._read_with_retries(name, termination, poll_s)
-                if current is None:
-                    raise TrainJobUnavailable(f"TrainJob {name} was deleted while it ran")
-                result = result_of(current)
-                if result is not None:
+        with _termination() as pause:
+            try:
+                existing = self.read(name)
+                # Race: the pod before this one may have died between the end of its TrainJob and the deletion. That
+                # result belongs to an earlier attempt. A TrainJob of the same name can be created once the old one is
+                # gone.
+                if existing is not None and result_of(existing) is not None:
                     self.delete(name)
-                    return result
-                termination.pause(poll_s)
-        except SystemExit:  # SIGTERM: without this task nothing would wait for the TrainJob, so its nodes end too
-            self.delete(name)
-            raise
-        finally:
-            termination.restore()
+                    while self.read(name) is not None:
+                        pause(poll_s)
+                    existing = None
+                if existing is None:
+                    self._request("POST", self._path, trainjob)
+                while True:
+                    current = self._read_with_retries(name, pause, poll_s)
+                    if current is None:
+                        raise TrainJobUnavailable(f"TrainJob {name} was deleted while it ran")
+                    result = result_of(current)
+                    if result is not None:
+                        self.delete(name)
+                        return result
+                    pause(poll_s)
+            except SystemExit:  # SIGTERM: without this task nothing would wait for the TrainJob, so its nodes end too
+                self.delete(name)
+                raise
 
-    def _read_with_retries(self, name: str, termination: "_Termination", poll_s: float) -> dict[str, Any] | None:
+    def _read_with_retries(self, name: str, pause: Callable[[float], None], poll_s: float) -> dict[str, Any] | None:
         """`read`, retried while the API server is unavailable: its restart takes seconds, and a training run days."""
         deadline = time.monotonic() + _READ_RETRY_S
         while True:
@@ -220,7 +217,7 @@ class TrainJobClient:
             except TrainJobUnavailable:
                 if time.monotonic() >= deadline:
                     raise
-                termination.pause(poll_s)
+                pause(poll_s)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The TrainJob; None when there is none."""
@@ -265,23 +262,21 @@ def _with_token(request: httpx.Request) -> None:
     request.headers["Authorization"] = f"Bearer {(_ACCOUNT / 'token').read_text().strip()}"
 
 
-class _Termination:
-    """Handles SIGTERM: `pause` then raises SystemExit, so that no request to the API server is cut off half-way."""
+@contextlib.contextmanager
+def _termination() -> Iterator[Callable[[float], None]]:
+    """Yields a `sleep` that raises SystemExit after SIGTERM, so that no request to the API server is cut off
+    half-way."""
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: signals.append(number))
 
-    def __init__(self) -> None:
-        self._requested = False
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self._requested = True
-
-    def pause(self, seconds: float) -> None:
-        """Sleep; raises SystemExit after SIGTERM."""
+    def pause(seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._requested and time.monotonic() < deadline:
+        while not signals and time.monotonic() < deadline:
             time.sleep(min(0.2, seconds))
-        if self._requested:
+        if signals:
             raise SystemExit(143)
 
-    def restore(self) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+    try:
+        yield pause
+    finally:
+        signal.signal(signal.SIGTERM, previous)

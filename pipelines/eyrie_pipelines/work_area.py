@@ -71,8 +71,6 @@ _LEFT_IN_STORE: dict[StageName, tuple[str, ...]] = {
     "capture": (SHARD_PATTERN, f"shard-*{DAMAGED_SUFFIX}")}
 """With `ranged`: patterns of what a stage puts into the store itself, by stage."""
 
-_RECORDS = ("events.jsonl", "log.txt")
-
 RUN_FAILURE = f"{RUN_DIR}/{FAILURE_FILE}"
 
 
@@ -170,7 +168,7 @@ class WorkArea:
         if self._store is None or self._store.stat(self._key(directory / MANIFEST)) is not None:
             yield
             return
-        for name in _RECORDS:
+        for name in ("events.jsonl", "log.txt"):
             with_room(self._job_dir, partial(self._download_if_stored, directory / name))
         # Not `begin`, which removes a ledger from the store that is not in this directory.
         sync = DirectorySync(self._store, directory, self._key(directory), SYNC_SHARE, not_ours=("*",))
@@ -221,6 +219,7 @@ class WorkArea:
     def _download_inputs(self, spec: StageSpec) -> None:
         """Download exactly what the stage reads of earlier stages."""
         assert self._store is not None
+        drafters, files = list[str | None](), list[str | None]()
         if isinstance(spec, RegenerateStage):
             # Of earlier jobs, or as much as there is: the stage leaves out what is not whole.
             for directory in map(Path, spec.reuse):
@@ -235,35 +234,31 @@ class WorkArea:
             download_dir(self._store, self._key(rows), rows, leave_out=(ROWS_FILE,) if self._ranged else ())
             if self._ranged:
                 self._write_address(rows)
-            for head in spec.init_from:
-                self._download_drafter(Path(head.path))
+            drafters += [head.path for head in spec.init_from]
             for directory in map(Path, spec.reuse):  # read by ranges, whatever this job does with its own
                 self._write_address(directory)
         elif isinstance(spec, TrainStage):
             if Path(spec.store_dir) not in self._downloaded:  # large, and the same for all candidates: verify it once
                 self._download_states(Path(spec.store_dir))
             self._downloaded.add(Path(spec.store_dir))
-            if spec.drafter.init_from is not None:
-                self._download_drafter(Path(spec.drafter.init_from))
-        elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
-            if not isinstance(spec, BenchmarkStage) or spec.source is None:  # else the stage's own output
-                self._download_drafter(Path(spec.drafter_dir))
-            if spec.held_out_file is not None:
-                self._download_file(Path(spec.held_out_file))
+            drafters.append(spec.drafter.init_from)
         elif isinstance(spec, HardwareStage):
-            self._download_drafter(Path(spec.proof.drafter_dir))
             self.download_manifest(Path(spec.proof_dir))
-            for path in (spec.proof.held_out_file, spec.baseline_dir and f"{spec.baseline_dir}/{LOAD_RESULTS_FILE}"):
-                if path:
-                    self._download_file(Path(path))
+            drafters.append(spec.proof.drafter_dir)
+            files += [spec.proof.held_out_file, spec.baseline_dir and f"{spec.baseline_dir}/{LOAD_RESULTS_FILE}"]
+        else:
+            if not isinstance(spec, BenchmarkStage) or spec.source is None:  # else the stage's own output
+                drafters.append(spec.drafter_dir)
+            files.append(spec.held_out_file)
         if isinstance(spec, TuneStage) and spec.rival is not None:
-            self._download_drafter(Path(spec.rival.drafter_dir))
+            drafters.append(spec.rival.drafter_dir)
         if isinstance(spec, ProveStage):
-            if spec.rival_dir is not None:
-                self._download_drafter(Path(spec.rival_dir))
             self.download_manifest(Path(spec.tune_dir))
-            if spec.incumbent is not None and spec.incumbent.drafter_dir is not None:
-                self._download_drafter(Path(spec.incumbent.drafter_dir))
+            drafters += [spec.rival_dir, None if spec.incumbent is None else spec.incumbent.drafter_dir]
+        for drafter in filter(None, drafters):
+            self._download_drafter(Path(drafter))
+        for file in filter(None, files):
+            self._download_file(Path(file))
 
     def _download_drafter(self, directory: Path) -> None:
         """Download `<home>/jobs/<id>/stages/<stage>/<key>/<part>`, of this job or another. Any other path is part

@@ -204,15 +204,17 @@ def test_what_is_not_read_is_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last(together: bool) -> None:
     from eyrie_api.contract.cluster import ClusterProfile
-    from eyrie_api.contract.placement import JobPlacement
+    from eyrie_api.planning.resolve import derive
     from eyrie_pipelines.placement import compile_for
     from tests.kubeflow.jobs import refuse_settings_not_read
+    from tests.pipelines.conftest import spec_of
 
     profile = ClusterProfile.model_validate({
         "kubeflow": {"url": "http://kubeflow:8888"},
         "stages": {"image": samples.IMAGE, "work": {"kind": "volume", "claim": "work"},
                    "host_paths": [{"path": "/usr", "mount_path": "/usr"}]}})
-    pipeline = Pipeline.of(compile_for(profile, JobPlacement(), together=together))
+    job = derive(spec_of()).model_copy(update={"trains_together": together})
+    pipeline = Pipeline.of(compile_for(profile, job))
     refuse_settings_not_read(pipeline)
 
     def stage(node: Node) -> dict[str, Any]:

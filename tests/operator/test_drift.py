@@ -19,7 +19,7 @@ from eyrie_api.database.migrations import upgrade
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
 from eyrie_operator.endpoints.plan import ReportDrift
-from eyrie_operator.endpoints.records import Drift, retraining_job
+from eyrie_operator.endpoints.records import EndpointRecords, retraining_job
 from tests.api.samples import job_body
 
 LOG = "s3://logs/chats/*.jsonl.gz"
@@ -46,9 +46,9 @@ def reported(database: Database, directory: Path, traffic_file: str | None, stor
     endpoints.create("chat", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart")
     endpoints.propose("chat", job_id=promoted.id, checkpoint="base-step-9", tree=DraftTreeShape(),
                       drafter_dir=str(HEAD), reason="better", tau=3.0)
-    serving = endpoints.get("chat").revisions[-1]
-    Drift(histories, jobs, stored).report(
-        ReportDrift(serving.number, (2.0,), 3.0, "tau stays low"), "chat", directory, promoted, serving)
+    served = endpoints.get("chat")
+    EndpointRecords(Settings(home=directory.parent), database, stored=stored).record(
+        ReportDrift(served.revisions[-1].number, (2.0,), 3.0, "tau stays low"), served, (), directory)
     found = histories.latest("chat", "drift")
     assert found is not None
     return found.message, JobSpec.model_validate(found.data["job"]) if "job" in found.data else None

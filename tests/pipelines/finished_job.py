@@ -33,7 +33,7 @@ def lay_out(root: Path, job_id: str, spec: JobSpec) -> None:
     chosen = tasks.select(str(root), [stage_specs.reference("benchmark", ref.name) for ref in refs])
     best = next(ref for ref in refs if ref.name == chosen)
     measured = [report_of(one) for one in benchmarks]
-    rival = stage_specs.rival_to_beat(job.resolved, [trained], measured, chosen)  # type: ignore[arg-type]
+    rival = stage_specs.rival_to_beat(job.resolved, refs, measured, chosen)  # type: ignore[arg-type]
     _finish(root, stage_specs.tune_spec(job, root, best, rival))
     _finish(root, stage_specs.prove_spec(job, root, best, stage_specs.reference("tune"), rival))
 

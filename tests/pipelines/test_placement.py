@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from eyrie_api.contract.cluster import MODEL_CACHE_DIR, ClusterProfile, KubeflowSpec, ModelCacheSpec
 from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
+from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import (
     HostPath,
     JobPlacement,
@@ -20,11 +21,17 @@ from eyrie_api.contract.placement import (
     VolumeWork,
     WorkArea,
 )
+from eyrie_api.contract.prove import ProveSpec
+from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import InvalidInput
+from eyrie_api.planning.resolve import derive
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
 from eyrie_pipelines.several_gpus import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
+from tests.pipelines.conftest import spec_of
 
+HUB = TargetSpec(model="org/model")
 S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",
             scratch_size="50Gi")
 EVERYTHING = Placement(
@@ -39,8 +46,12 @@ EVERYTHING = Placement(
 
 def compiled(stages: Placement = EVERYTHING, wanted: JobPlacement | None = None, *, together: bool = False,
              prefetched: bool = False, **profile: Any) -> dict[str, Any]:
-    return compile_for(ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=stages, **profile),
-                       wanted or JobPlacement(), together=together, prefetched=prefetched)
+    job = resolved(together=together, placement=wanted or JobPlacement(), **({"target": HUB} if prefetched else {}))
+    return compile_for(ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=stages, **profile), job)
+
+
+def resolved(*, together: bool = False, **sections: object) -> ResolvedJob:
+    return derive(spec_of(**sections)).model_copy(update={"trains_together": together})
 
 
 def container(pipeline: dict[str, Any], box: str) -> dict[str, Any]:
@@ -92,7 +103,7 @@ def test_every_pod_names_the_stage_that_it_runs_or_that_waits_for_it() -> None:
         pipeline = compile_for(
             ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING,
                            model_cache=ModelCacheSpec(claim="models")),
-            JobPlacement(), together=together, hardware=hardware, prefetched=True)
+            resolved(together=together, target=HUB, prove=ProveSpec(hardware=hardware)))
         executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
         labels = {name.removeprefix("exec-"): one["podMetadata"]["labels"] for name, one in executors.items()}
         assert {box: one["eyrie.dev/stage"] for box, one in labels.items()} == {
@@ -107,7 +118,8 @@ def test_every_pod_names_the_stage_that_it_runs_or_that_waits_for_it() -> None:
 def test_a_job_that_trains_nothing_has_no_pod_of_training_and_waits_for_the_model_cache() -> None:
     profile = ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING,
                              model_cache=ModelCacheSpec(claim="models"))
-    pipeline = compile_for(profile, JobPlacement(), prefetched=True, trains=False)
+    job = JobSpec.model_validate({"target": {"model": HUB.model}, "drafters": ["org/drafter"]})
+    pipeline = compile_for(profile, derive(job))
     executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     assert {name.removeprefix("exec-"): one["podMetadata"]["labels"]["eyrie.dev/stage"]
             for name, one in executors.items()} == {
@@ -135,7 +147,7 @@ def test_each_hardware_profile_is_a_task_on_nodes_of_its_own_and_the_others_wait
             num_gpus=1, gpu_type="NVIDIA-B200", node_selector={"pool": "blackwell"})),
         PlacedProfile(name="cpu", price_per_hour=0.5, placement=PlacementRequest(num_gpus=0))))
     profile = ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=EVERYTHING)
-    pipeline = compile_for(profile, JobPlacement(), hardware=hardware)
+    pipeline = compile_for(profile, resolved(prove=ProveSpec(hardware=hardware)))
     boxes = pipeline["pipeline_spec"]["root"]["dag"]["tasks"]
     assert [boxes[name]["taskInfo"]["name"] for name in ("hardware", "hardware-2", "hardware-3")] == [
         "hardware h200-x2", "hardware b200", "hardware cpu"]

@@ -20,7 +20,6 @@ from kfp.dsl.executor import Executor
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.contract.cluster import ClusterProfile
-from eyrie_api.contract.placement import JobPlacement
 from eyrie_pipelines import kfp_pipeline, run_artifacts
 from eyrie_pipelines.placement import compile_for
 from eyrie_pipelines.tasks import load_job
@@ -89,8 +88,8 @@ def run_through(job_dir: Path, objects: Path) -> Shown:
     profile = ClusterProfile.model_validate({
         "kubeflow": {"url": "http://kubeflow:8888"},
         "stages": {"image": "eyrie/workers:1", "work": {"kind": "volume", "claim": "work"}}})
-    pipeline = Pipeline.of(compile_for(profile, JobPlacement()))
     job = load_job(str(job_dir))
+    pipeline = Pipeline.of(compile_for(profile, job.resolved.model_copy(update={"trains_together": False})))
     arguments = arguments_of(pipeline, {"job_dir": str(job_dir), "spec_digest": digest_model(job),
                                         "code_version": "v", **job.run_parameters()})
     seen: dict[str, Seen] = {}

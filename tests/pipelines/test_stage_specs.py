@@ -120,15 +120,15 @@ def test_the_gpus_of_a_training_are_those_of_its_stage_else_of_every_stage(
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
-    found = stage_specs.list_checkpoints([trained("b", 20, 3), trained("a", 5)])
+    found = stage_specs.benchmarked(JOB.resolved, [trained("b", 20, 3), trained("a", 5)])
     assert [one.name for one in found] == ["b-step-3", "b-step-20", "a-step-5"]
     assert found[0].path == "stages/train/b/checkpoints/b-step-3"
     with pytest.raises(ArtifactMissing):
-        stage_specs.list_checkpoints([trained("a")])
+        stage_specs.benchmarked(JOB.resolved, [trained("a")])
 
 
 def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_named_when_wanted() -> None:
-    (ref,) = stage_specs.list_checkpoints([trained("a", 5)])
+    (ref,) = stage_specs.benchmarked(JOB.resolved, [trained("a", 5)])
     result = stage_specs.benchmark_spec(JOB, ROOT, ref, first=True)
     assert result.measure_transformers
     assert result.held_out_file is None
@@ -210,7 +210,7 @@ def test_every_stage_follows_the_rules_of_its_job_and_without_any_its_digest_is_
 
 def test_tuner_and_benchmark_judge_by_the_bound_of_the_jobs_promotion_and_the_default_changes_no_digest() -> None:
     job = JobFile(id="j", resolved=derive(spec_of(promotion=PromotionPolicy(min_speedup=1.3))))
-    (ref,) = stage_specs.list_checkpoints([trained("base", 5)])
+    (ref,) = stage_specs.benchmarked(JOB.resolved, [trained("base", 5)])
     assert stage_specs.tune_spec(job, ROOT, ref).min_speedup == 1.3
     assert stage_specs.benchmark_spec(job, ROOT, ref, first=True).min_speedup == 1.3
     assert "min_speedup" not in stage_specs.benchmark_spec(JOB, ROOT, ref, first=True).model_dump()
@@ -232,7 +232,7 @@ def test_sglangs_servers_hold_the_same_load_in_benchmark_and_tuning_as_in_the_pr
 
 
 def test_only_the_proof_receives_what_serves_now() -> None:
-    (ref,) = stage_specs.list_checkpoints([trained("a", 5)])
+    (ref,) = stage_specs.benchmarked(JOB.resolved, [trained("a", 5)])
     incumbent = DrafterUse(drafter_dir="/drafter", setting=Setting(tree=DraftTreeShape()))
     later = JOB.model_copy(update={"attempt": 2, "incumbent": incumbent})
     result = stage_specs.prove_spec(later, ROOT, ref, stage_specs.reference("tune"))

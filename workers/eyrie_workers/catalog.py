@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyrie_api.contract.stages import StageName
+from eyrie_api.contract.status import ConditionType
 
 STATE_DIR = "state"
 """Not hidden: hidden files are temporary and are not copied between machines."""
@@ -62,7 +63,7 @@ class StageEntry:
     keyed_by: str
     """The meaning of `key`; empty for a stage that runs once per job."""
 
-    condition: str
+    condition: ConditionType
     """The condition that becomes True when the stage has succeeded."""
 
     together: str = ""

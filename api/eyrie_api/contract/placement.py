@@ -210,6 +210,11 @@ class Placement(PlacementRequest):
             raise ValueError(f"placement.node_selector names {self.gpu_type_label}, which gpu_type sets: give one")
         return self
 
+    @property
+    def node_labels(self) -> dict[str, str]:
+        """What a pod's node must have, the GPU model included."""
+        return self.node_selector | ({} if self.gpu_type is None else {self.gpu_type_label: self.gpu_type})
+
 
 StageKey = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
 """Names of stages. `contract.stages` has the same list, and a test compares them: stages are made of jobs and jobs of

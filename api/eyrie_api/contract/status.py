@@ -212,6 +212,10 @@ class Endpoint(Frozen):
     conditions: tuple[Condition, ...] = ()
     updated_at: datetime
 
+    def revision(self, number: int | None) -> Revision | None:
+        """The revision of this number; None where there is none."""
+        return next((each for each in self.revisions if each.number == number), None)
+
 
 class Problem(Frozen):
     """RFC 9457 problem details, with a hint."""

@@ -89,7 +89,8 @@ class Cluster:
         configuration = client.Configuration.get_default_copy()
         configuration.retries = False  # a request repeated by urllib3 would outlive its timeout, and the lease
         self._client = DynamicClient(client.ApiClient(configuration), discoverer=lambda _client, _cache: None)
-        self._check, self._counted = check or (lambda: None), counted or (lambda _verb, _kind: None)
+        self.check, self._counted = check or (lambda: None), counted or (lambda _verb, _kind: None)
+        """`check` raises NotLeader when the fence is closed; call it before writes to other systems."""
 
     # Reading.
 
@@ -121,26 +122,23 @@ class Cluster:
         """Call `handle_event` with ADDED, MODIFIED or DELETED and the object: for all objects of a kind at first, then
         at each change, until `stopping`. Returns up to `_WATCH_S` after it was set."""
         path = path_of(api_version, kind, namespace)
-        known: dict[tuple[str, str], Object] = {}
+        known: set[tuple[str, str]] = set()
         version = failure = ""
         while not stopping.is_set():
             try:
                 if not version:
                     objects, version = self._list(kind, path, [])
-                    before, known = known, {_key(raw): _stub(raw) for raw in objects}
+                    before, known = known, {_key(raw) for raw in objects}
                     for raw in objects:
                         handle_event("ADDED", raw)
-                    for key in before.keys() - known:  # deleted between two watches: no event reports it
-                        handle_event("DELETED", before[key])
+                    for place, name in before - known:  # deleted between two watches: no event reports it
+                        handle_event("DELETED", {"metadata": {"namespace": place, "name": name}})
                 for change in self._changes(kind, path, version):
                     event, raw = change["type"], change["object"]
                     # Set before it is handled: a watch that ends here continues behind this change.
                     version = raw["metadata"]["resourceVersion"]
-                    if event == "DELETED":
-                        known.pop(_key(raw), None)
-                    elif event != "BOOKMARK":
-                        known[_key(raw)] = _stub(raw)
                     if event != "BOOKMARK":
+                        (known.discard if event == "DELETED" else known.add)(_key(raw))
                         handle_event(event, raw)
                 failure = ""
                 stopping.wait(_WATCH_PAUSE_S)
@@ -179,10 +177,6 @@ class Cluster:
         return frozenset({"v1", *(version["groupVersion"] for group in groups for version in group["versions"])})
 
     # Writing.
-
-    def check(self) -> None:
-        """Raises NotLeader when the fence is closed: for writes to other systems."""
-        self._check()
 
     def apply(self, manifest: Mapping[str, Any], *, force: bool = False) -> Object:
         """Server-side apply. Raises ClusterConflict when another manager holds a field, unless forced."""
@@ -241,7 +235,7 @@ class Cluster:
 
     def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
                field_manager: str = FIELD_MANAGER, *, force: bool = False) -> Object:
-        self._check()
+        self.check()
         self._counted(verb, kind)
         query = [] if verb == "DELETE" else [("fieldManager", field_manager)]
         if content_type == _APPLY:
@@ -313,11 +307,6 @@ def path_of(api_version: str, kind: str, namespace: str | None = None, name: str
 
 def _key(raw: Object) -> tuple[str, str]:
     return raw["metadata"].get("namespace", ""), raw["metadata"]["name"]
-
-
-def _stub(raw: Object) -> Object:
-    """What the event of a deletion needs of an object."""
-    return {"metadata": {"namespace": raw["metadata"].get("namespace", ""), "name": raw["metadata"]["name"]}}
 
 
 @contextlib.contextmanager

@@ -48,7 +48,6 @@ from eyrie_operator.cluster.client import Cluster, ClusterConflict, ClusterRejec
 from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
-    EndpointObjects,
     JobHistory,
     orphaned,
     reconcile_endpoint,
@@ -61,6 +60,7 @@ from eyrie_operator.cluster.resources import (
     EndpointResource,
     Identity,
     JobResource,
+    KubernetesEvent,
     applied_uid,
     mirror_of,
     mirror_of_endpoint,
@@ -116,9 +116,6 @@ class Controller:
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}
         """By job id, the object that shows it; None: posted to the REST API, without a mirror."""
-
-        self._job_of: dict[str, str] = {}
-        """By uid, the submitted job: it may not be in the object's status yet."""
 
         self._rows_seen: dict[str, datetime] = {}
         self._polled = clock() - _OVERLAP
@@ -324,27 +321,23 @@ class Controller:
                 row = self._endpoints.get(endpoint.identity.name)
             except NotFound:
                 row = None
-            shown = _model_name(endpoint.spec.target.model) if endpoint.spec is not None else ""
             # Who has the name, if not this object. Other projects' namespaces are not disclosed.
             keys, taken_by = self._entitled_keys(key[2]), None
             first = min(keys, key=self._age, default=None)
             if first != key and not (first is None and key not in self._objects):  # it may have been deleted meanwhile
                 taken_by = f"{first[1]}/{first[2]}" if first is not None and key in keys else "another project"
-            existing = None
             serve = None if row is None else self._endpoints.serving(row.name).serve
-            if self._endpoint_reconciler is not None:
-                objects = self._endpoint_reconciler.cache.known(key[2])
-                existing = EndpointObjects.of(objects, endpoint.identity.uid)
+            existing = () if self._endpoint_reconciler is None else self._endpoint_reconciler.cache.known(key[2])
             self._execute(key, endpoint, reconcile_endpoint(
-                endpoint, row, shown, self._clock(), taken_by, serve, existing))
+                endpoint, row, self._clock(), taken_by, serve, existing))
             if self._endpoint_reconciler is not None:  # the owner of its objects may have changed
                 self.queue.add(("Endpoint", "", key[2]))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
-        # Race: an operator killed after the submission has not written the id into the object's status. Its claim shows
-        # that there is a job, which would otherwise run on when the object is suspended or deleted.
-        job_id = resource.job_id or self._job_of.get(uid) or self._submitted_as(uid)
+        # Race: the id of a submitted job may not be in the status yet, or the operator was killed before it wrote it.
+        # The claim shows that there is a job, which would otherwise run on when the object is suspended or deleted.
+        job_id = resource.job_id or self._submitted_as(uid)
         if job_id is None:
             return None
         try:
@@ -373,13 +366,11 @@ class Controller:
         if job is None:
             known = resource.job_id is not None and not resource.mirrored and not resource.deleting
             return JobHistory(deleted=known and self._submitted_as(resource.identity.uid) is not None, waiting=waiting)
-        if not resource.deleting:
-            return JobHistory(waiting=waiting)
-        for endpoint in self._endpoints.list().items:
-            serving = (endpoint.active_revision, endpoint.candidate_revision)
-            if any(revision.job_id == job.id and revision.number in serving for revision in endpoint.revisions):
-                return JobHistory(served_by=endpoint.name, waiting=waiting)
-        return JobHistory(waiting=waiting)
+        endpoints = self._endpoints.list().items if resource.deleting else ()
+        served_by = next((endpoint.name for endpoint in endpoints for revision in endpoint.revisions
+                          if revision.job_id == job.id and revision.number in (
+                              endpoint.active_revision, endpoint.candidate_revision)), None)
+        return JobHistory(served_by=served_by, waiting=waiting)
 
     def _submitted_as(self, uid: str) -> str | None:
         """The job that was submitted for the object; None when there was none."""
@@ -390,7 +381,7 @@ class Controller:
         """Execute actions in order. A key whose row or object changed is enqueued again at once."""
         moved = False
         for action in actions:
-            if moved and isinstance(action, act.PostEvent | act.UpdateStatus):
+            if moved and isinstance(action, KubernetesEvent | act.UpdateStatus):
                 continue  # planned for the state before the change
             if isinstance(action, act.CreateJob):
                 assert isinstance(resource, JobResource)
@@ -416,9 +407,9 @@ class Controller:
     def _execute_one(self, key: Key, action: act.Action, identity: Identity) -> bool:
         """Execute one action; returns whether it changed the object or its row."""
         match action:
-            case act.AddFinalizer() | act.RemoveFinalizer():
+            case act.SetFinalizer():
                 others = [each for each in self._objects[key]["metadata"].get("finalizers") or [] if each != FINALIZER]
-                finalizers = [*others, FINALIZER] if isinstance(action, act.AddFinalizer) else others
+                finalizers = [*others, FINALIZER] if action.held else others
                 self._cache_object(key, self._cluster.set_finalizers(identity, finalizers))
             case act.Annotate():
                 self._cache_object(key, self._cluster.annotate(identity, action.name, action.value))
@@ -427,12 +418,12 @@ class Controller:
                 self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
                 return False  # the event of the deletion follows; until then the cached object would be deleted again
             case act.UpdateMirror():
-                self._apply_mirror(self._endpoints.get(action.name), identity.namespace)
+                self._apply_mirror(self._endpoints.get(identity.name), identity.namespace)
             case act.UpdateStatus():
                 self._cache_object(key, self._cluster.write_status(identity, action.status))
                 return False
-            case act.PostEvent():
-                self._cluster.post_event(identity, action.event, self._clock())
+            case KubernetesEvent():
+                self._cluster.post_event(identity, action, self._clock())
                 return False
             case act.RequeueAfter():
                 self.queue.add_after(key, action.after_s)
@@ -451,18 +442,18 @@ class Controller:
             case act.CreateEndpoint():
                 project = self._project_at(identity.namespace)
                 rules = spec_policy.check_target(action.target, self._settings, self._belongs_to(project))
-                self._endpoints.create(action.name, action.target, action.serve, action.model, project,
-                                       replicas_of(action.serve, self._profile), reads=EndpointRules(rules=rules),
-                                       checked=True)
+                self._endpoints.create(identity.name, action.target, action.serve, _model_name(action.target.model),
+                                       project, replicas_of(action.serve, self._profile),
+                                       reads=EndpointRules(rules=rules), checked=True)
             case act.UpdateServing():
-                target = self._endpoints.serving(action.name).target
-                is_on = self._endpoints.get(action.name).desired == "on"
-                self._endpoints.create(action.name, target, action.serve, _model_name(target.model),
+                target = self._endpoints.serving(identity.name).target
+                is_on = self._endpoints.get(identity.name).desired == "on"
+                self._endpoints.create(identity.name, target, action.serve, _model_name(target.model),
                                        num_replicas=replicas_of(action.serve, self._profile), checked=is_on)
                 # It does not affect the status, which can be written in the same pass with the current generation.
                 return False
             case act.SetDesired():
-                self._endpoints.set_desired(action.name, action.desired, checked=True)
+                self._endpoints.set_desired(identity.name, action.desired, checked=True)
             case _:
                 raise TypeError(f"unknown action {type(action).__name__}")
         return True
@@ -488,7 +479,7 @@ class Controller:
             raise
         except EyrieError as error:
             return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
-        job_id = self._job_of[action.key] = str(done.response["id"]) if isinstance(done, Replay) else done.id
+        job_id = str(done.response["id"]) if isinstance(done, Replay) else done.id
         try:
             self._jobs.get(job_id)
         except NotFound:

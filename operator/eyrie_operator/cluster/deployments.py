@@ -40,10 +40,9 @@ from eyrie_api.settings import Settings
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEnginePods,
+    EmbeddedLine,
     EndpointDeployment,
     Owner,
-    SglangPods,
     StoredDrafter,
     Undeployable,
     digest,
@@ -210,10 +209,10 @@ class Deployments:
         directory = revision.use.drafter_dir
         if directory is None:
             return deployment
-        files = self._drafters.files(directory, job, facts_needed=isinstance(deployment.engine, SglangPods))
+        files = self._drafters.files(directory, job, facts_needed=isinstance(deployment.engine, LaunchPlan))
         return replace(deployment, drafters={**deployment.drafters, revision.number: files})
 
-    def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEnginePods:
+    def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedLine:
         target, serve = serving.target, serving.serve
         path, left_s = self._served_path(target), self._given.drain_timeout_s - self._given.leave_delay_s
 
@@ -225,20 +224,20 @@ class Deployments:
                 drain_s=max(left_s - _ENDING_S, left_s / 2.0))
             return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
 
-        return EmbeddedEnginePods(argv)
+        return argv
 
-    def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangPods:
+    def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> LaunchPlan:
         engine = serving.serve.engine
         machine = replace(machine_profile(serving.serve.hardware_profile or self._given.hardware_profile),
                           given_fraction=engine.sglang_arguments.mem_fraction_static)
         target = self._target(endpoint, serving)
         if self._cached(serving.target) is not None:
             target = replace(target, model=self._served_path(serving.target), revision=None)
-        return SglangPods(LaunchPlan(
+        return LaunchPlan(
             target=target, machine=machine, served_model_name=endpoint.model,
             dtype=serving.target.dtype,
             engine=engine.model_copy(update={"tp_size": max(engine.tp_size, placement.num_gpus)}),
-            max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS))
+            max_running_requests=serving.serve.max_concurrency or DEFAULT_RUNNING_REQUESTS)
 
     def _target(self, endpoint: Endpoint, serving: Serving) -> TargetCheckpoint:
         target = serving.target

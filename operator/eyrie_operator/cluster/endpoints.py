@@ -43,6 +43,7 @@ from eyrie_operator.endpoints import plan as act
 from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, Window, increase, read_metrics
 from eyrie_operator.endpoints.plan import (
     EndpointPlan,
+    ObservedCanary,
     ObservedEndpoint,
     ObservedEngine,
     ServePolicy,
@@ -144,7 +145,7 @@ class EndpointReconciler:
             return None
         snapshot = _Snapshot(endpoint, serving, self.cache.of(name), self._clock())
         if endpoint.desired == "off":
-            seen = observe_endpoint(name, snapshot.objects, replicas=1)
+            seen = observe_endpoint(snapshot.objects, replicas=1)
             plan = plan_endpoint(endpoint, ServePolicy(), seen, snapshot.now)
             moved = self._delete_obsolete(snapshot, ())
             moved = self._save_status(snapshot, plan, endpoint.conditions, None) or moved
@@ -169,7 +170,7 @@ class EndpointReconciler:
         for action in plan.actions:  # rejections: recorded before the objects are deleted
             if isinstance(action, act.Reject | act.RollBack | act.CloseWindow | act.ReportDrift | act.ProposeNoDrafter):
                 conditions, moved = self._record(action, snapshot, conditions, seen), True
-        wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
+        wanted = apply_plan(current_state(snapshot.objects), plan, snapshot.now)
         try:
             manifests, refusal, left = self._render(snapshot, deployment, wanted)
             refused, applied = self._apply(snapshot, manifests)
@@ -205,7 +206,7 @@ class EndpointReconciler:
 
     def _report_error(self, snapshot: _Snapshot, error: EyrieError, conditions: Conditions) -> float:
         """Leave the objects as they are, and report the error in the condition Serving."""
-        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
+        seen = observe_endpoint(snapshot.objects, replicas=1)
         routed = seen.engine(seen.routed)
         message = f"existing objects are unchanged: {error}" if snapshot.objects else str(error)
         healthy = routed is not None and routed.state == "healthy"
@@ -218,7 +219,7 @@ class EndpointReconciler:
         """Reject the candidate; returns the conditions and whether it was rejected. The target without a drafter is not
         rejected while nothing else serves: it is retried until the cause is removed."""
         endpoint = snapshot.endpoint
-        candidate = next((each for each in endpoint.revisions if each.number == endpoint.candidate_revision), None)
+        candidate = endpoint.revision(endpoint.candidate_revision)
         if candidate is None or (endpoint.active_revision is None and candidate.use.setting.method == "off"):
             return conditions, False
         self._cluster.check()
@@ -227,19 +228,18 @@ class EndpointReconciler:
     # Observation.
 
     def _observe(self, snapshot: _Snapshot, deployment: EndpointDeployment) -> ObservedEndpoint:
-        current = current_state(snapshot.name, snapshot.objects)
-        answers = (0, 0)
-        if current.canary is not None and current.canary.revision == snapshot.endpoint.candidate_revision:
-            answers = self._count_answers(snapshot, deployment, current.canary.revision, current.canary.since)
-        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=deployment.replicas, answers=answers)
+        seen = observe_endpoint(snapshot.objects, replicas=deployment.replicas)
+        canary = seen.canary
+        if canary is not None and canary.revision == snapshot.endpoint.candidate_revision:
+            canary = self._with_answers(snapshot, deployment, canary)
         watched = self._records.watched(snapshot.endpoint)
         engines = tuple(self._with_window(snapshot, deployment, engine) for engine in seen.engines)
-        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_reported,
+        return replace(seen, canary=canary, engines=engines, windows=watched.windows,
+                       drift_reported=watched.drift_reported,
                        drafter_damage=self._drafter_damage(snapshot, deployment, seen))
 
     def _drafter_damage(self, snapshot: _Snapshot, deployment: EndpointDeployment, seen: ObservedEndpoint) -> str:
-        active = next((each for each in snapshot.endpoint.revisions
-                       if each.number == snapshot.endpoint.active_revision), None)
+        active = snapshot.endpoint.revision(snapshot.endpoint.active_revision)
         engine = None if active is None else seen.engine(active.number)
         if active is None or (engine is not None and engine.state == "healthy"):
             return ""
@@ -268,19 +268,19 @@ class EndpointReconciler:
             self._write_window(snapshot, workload, WINDOW, began)
         return replace(engine, window=increase(counts, began.counts), window_since=began.since, counted=counts)
 
-    def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
-                       since: datetime) -> tuple[int, int]:
-        """Answered and failed requests of the canary since it has its share."""
-        workload = snapshot.workload(revision)
-        counts = scrape_engines(snapshot.objects, revision, deployment.cluster.port)
+    def _with_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment,
+                      canary: ObservedCanary) -> ObservedCanary:
+        """The canary with its answered and failed requests since it has its share."""
+        workload = snapshot.workload(canary.revision)
+        counts = scrape_engines(snapshot.objects, canary.revision, deployment.cluster.port)
         if workload is None or not counts:
-            return 0, 0
+            return canary
         began = _read_window(workload, _CANARY_WINDOW)
-        if began is None or began.since != since:
-            self._write_window(snapshot, workload, _CANARY_WINDOW, Window(since=since, counts=dict(counts)))
-            return 0, 0
+        if began is None or began.since != canary.since:
+            self._write_window(snapshot, workload, _CANARY_WINDOW, Window(since=canary.since, counts=dict(counts)))
+            return canary
         total = increase(counts, began.counts)
-        return int(total.answered), int(total.failed)
+        return replace(canary, answered=int(total.answered), errors=int(total.failed))
 
     def _write_window(self, snapshot: _Snapshot, workload: Object, annotation: str, began: Window) -> None:
         metadata = workload["metadata"]

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -40,31 +40,29 @@ log = logging.getLogger(__name__)
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WORKERS = 4
 _STOP_S = 10.0
+_POLL_S, _RESYNC_S, _PODS_S = 2.0, 60.0, 15.0
+"""Between two polls, two resyncs, and two lists of the pods of runs that wait for a node."""
 
 
 @dataclass(frozen=True)
 class Options:
     lease_namespace: str
-    lease_name: str = "eyrie-operator"
-    namespaces: tuple[str, ...] = ()
+    lease_name: str
+    namespaces: tuple[str, ...]
     """Namespaces to watch; all when empty."""
 
-    mirror_namespace: str | None = None
-    runs_namespace: str | None = None
+    mirror_namespace: str | None
+    runs_namespace: str | None
     """Namespace of the runs' pods. None: that of the cluster profile, else the watched ones."""
 
-    projects: Mapping[str, str] = field(default_factory=dict)
+    projects: Mapping[str, str]
     """Namespace -> project of its objects; others belong to `default`."""
 
-    host: str = "0.0.0.0"
+    host: str
     """Probes come from the node. No response contains a secret."""
 
-    port: int = 8080
-    timings: LeaseTimings = field(default_factory=LeaseTimings)
-    poll_s: float = 2.0
-    resync_s: float = 60.0
-    pods_s: float = 15.0
-    """Between two lists of the pods of runs that wait for a node."""
+    port: int
+    timings: LeaseTimings
 
 
 def run(settings: Settings, options: Options) -> int:
@@ -150,16 +148,16 @@ class Operator:
             self.telemetry.waiting.set(len(self._controller.queue))
 
     def _tick(self) -> None:
-        resync_at, pods_at = time.monotonic() + self._options.resync_s, 0.0
+        resync_at, pods_at = time.monotonic() + _RESYNC_S, 0.0
         self._guarded(self._controller.resync)  # once at the start: mirrors of jobs posted while no operator led
-        while not self._stopping.wait(self._options.poll_s) and not self._lost.is_set():
+        while not self._stopping.wait(_POLL_S) and not self._lost.is_set():
             self._guarded(self._controller.poll)
             self._guarded(self._controller.sweep)
             if time.monotonic() >= pods_at:
-                pods_at = time.monotonic() + self._options.pods_s
+                pods_at = time.monotonic() + _PODS_S
                 self._guarded(self._controller.observe_pods)
             if time.monotonic() >= resync_at:
-                resync_at = time.monotonic() + self._options.resync_s
+                resync_at = time.monotonic() + _RESYNC_S
                 self._guarded(self._controller.resync)
 
     def _guarded(self, step: Callable[[], None]) -> None:

@@ -77,32 +77,10 @@ class JobHistory:
 
 
 @dataclass(frozen=True)
-class EndpointObjects:
-    """Objects of an endpoint in the cluster, other than its DraftEndpoint."""
+class SetFinalizer:
+    """Add our finalizer to the object, or remove it."""
 
-    objects: bool = False
-    """There are any."""
-
-    owned: bool = False
-    """There are some that the garbage collector would delete with the DraftEndpoint."""
-
-    @classmethod
-    def of(cls, objects: Iterable[Mapping[str, Any]] | None, uid: str) -> "EndpointObjects":
-        """From the endpoint's objects, None where they are not known, and the uid of the DraftEndpoint."""
-        if objects is None:
-            return cls(objects=True, owned=True)
-        return cls(any(each["kind"] != "Pod" for each in objects), any(
-            owner["uid"] == uid for each in objects for owner in each["metadata"].get("ownerReferences", ())))
-
-
-@dataclass(frozen=True)
-class AddFinalizer:
-    """Add our finalizer to the object."""
-
-
-@dataclass(frozen=True)
-class RemoveFinalizer:
-    """Remove our finalizer."""
+    held: bool
 
 
 @dataclass(frozen=True)
@@ -147,28 +125,24 @@ class DeleteResource:
 
 @dataclass(frozen=True)
 class CreateEndpoint:
-    name: str
     target: TargetSpec
     serve: EndpointServeSpec
-    model: str
 
 
 @dataclass(frozen=True)
 class UpdateServing:
     """Change the serving section of the endpoint's row."""
 
-    name: str
     serve: EndpointServeSpec
 
 
 @dataclass(frozen=True)
 class UpdateMirror:
-    name: str
+    """Show the endpoint's row in its mirror."""
 
 
 @dataclass(frozen=True)
 class SetDesired:
-    name: str
     desired: Literal["on", "off"]
 
 
@@ -178,20 +152,14 @@ class UpdateStatus:
 
 
 @dataclass(frozen=True)
-class PostEvent:
-    event: KubernetesEvent
-
-
-@dataclass(frozen=True)
 class RequeueAfter:
     """Reconcile again after this time, without an event."""
 
     after_s: float
 
 
-Action = (AddFinalizer | RemoveFinalizer | CreateJob | ChangeJob | RecordWaiting | RemoveWaiting | Annotate
-          | DeleteResource | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | PostEvent
-          | RequeueAfter)
+Action = (SetFinalizer | CreateJob | ChangeJob | RecordWaiting | RemoveWaiting | Annotate | DeleteResource
+          | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | KubernetesEvent | RequeueAfter)
 Actions = tuple[Action, ...]
 
 
@@ -212,7 +180,7 @@ def _reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, 
         return _submit(resource, history, now)
     if resource.spec is None:  # invalid now, accepted before: the job continues as accepted
         return _project(resource, job, now)
-    actions: list[Action] = [] if resource.held else [AddFinalizer()]
+    actions: list[Action] = [] if resource.held else [SetFinalizer(held=True)]
     actions += _suspend_or_resume(resource, job, suspend=resource.spec.suspend)
     ttl_s, finished_at = resource.spec.ttl_seconds_after_finished, job.status.finished_at
     if ttl_s is not None and finished_at is not None and is_over(job.status.conditions) and not resource.spec.suspend:
@@ -245,7 +213,7 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
     labelled = spec.model_copy(update={"labels": {
         **spec.labels, UID_LABEL: identity.uid, NAMESPACE_LABEL: identity.namespace, NAME_LABEL: identity.name}})
     # An added finalizer leads to another pass at once; an object that is refused for now would be tried without pause.
-    return (*(() if resource.held else (AddFinalizer(),)), CreateJob(identity.uid, labelled))
+    return (*(() if resource.held else (SetFinalizer(held=True),)), CreateJob(identity.uid, labelled))
 
 
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:
@@ -270,7 +238,7 @@ def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: 
     if not resource.held:
         return ()
     if job is None or resource.keep_outside:
-        return (RemoveFinalizer(),)
+        return (SetFinalizer(held=False),)
     if history.served_by is not None:
         message = (f"endpoint {history.served_by!r} serves a drafter of this job: promote another or roll it back, or "
                    f"annotate this object with {OUTSIDE_ANNOTATION}=keep to keep the job")
@@ -325,15 +293,15 @@ def orphaned(rows: Iterable[WaitingObject], uids: Collection[str]) -> tuple[Wait
 # Endpoints.
 
 
-def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
+def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, now: datetime,
                        taken_by: str | None = None, serve: EndpointServeSpec | None = None,
-                       existing: EndpointObjects | None = None) -> Actions:
+                       existing: Collection[Mapping[str, Any]] | None = ()) -> Actions:
     """The next actions for a DraftEndpoint. Its row outlives it, switched off, with name, URL and history.
 
     taken_by  an older object of the same name in another namespace: endpoint names are unique over namespaces
     serve     the row's serving section
+    existing  the endpoint's other objects in the cluster; None where they are not known
     """
-    existing = existing or EndpointObjects()
     if resource.deleting:
         return _finalize_endpoint(resource, endpoint, existing, ours=taken_by is None)
     if taken_by is not None:
@@ -346,12 +314,12 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
             return refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of this name: restore "
                                     "the database, or delete this object", now)
         wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
-        return (AddFinalizer(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
+        return (SetFinalizer(held=True), CreateEndpoint(resource.spec.target, wanted))
     if endpoint.target != resource.spec.target.model:
         message = (f"the name serves target {endpoint.target!r} already, not {resource.spec.target.model!r}: apply "
                    "this endpoint under another name")
         return refuse_endpoint(resource, "TargetDiffers", message, now)
-    actions: list[Action] = [] if resource.held else [AddFinalizer()]
+    actions: list[Action] = [] if resource.held else [SetFinalizer(held=True)]
     actions += _apply_serving(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
     status = endpoint_status(endpoint, resource)
@@ -367,28 +335,31 @@ def _apply_serving(resource: EndpointResource, spec: DraftEndpointSpec, endpoint
     wanted = spec.serve.model_copy(update={"endpoint": endpoint.name, "port": serve.port})
     actions: list[Action] = []
     if endpoint.desired != spec.desired and (resource.edited or not resource.mirrored):
-        actions.append(SetDesired(endpoint.name, spec.desired))
+        actions.append(SetDesired(spec.desired))
     if wanted != serve and resource.edited:
-        actions.append(UpdateServing(endpoint.name, wanted))
+        actions.append(UpdateServing(wanted))
     differs = (spec.desired, wanted) != (endpoint.desired, serve)
     if resource.mirrored and not actions and (differs or resource.edited):
-        actions.append(UpdateMirror(endpoint.name))
+        actions.append(UpdateMirror())
     return actions
 
 
-def _finalize_endpoint(resource: EndpointResource, endpoint: Endpoint | None, existing: EndpointObjects, *,
-                       ours: bool) -> Actions:
+def _finalize_endpoint(resource: EndpointResource, endpoint: Endpoint | None,
+                       existing: Collection[Mapping[str, Any]] | None, *, ours: bool) -> Actions:
     """Remove the finalizer once the endpoint is off and its objects are deleted; with the keep annotation, once no
-    object is owned by the DraftEndpoint."""
+    object is owned by the DraftEndpoint: the garbage collector would delete it."""
     if not resource.held:
         return ()
     if endpoint is None or not ours:
-        return (RemoveFinalizer(),)
+        return (SetFinalizer(held=False),)
     if resource.keep_outside:
-        return (RequeueAfter(STOPPING_CHECK_S),) if existing.owned else (RemoveFinalizer(),)
+        is_held = existing is None or any(owner["uid"] == resource.identity.uid for each in existing
+                                          for owner in each["metadata"].get("ownerReferences", ()))
+        return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (SetFinalizer(held=False),)
     if endpoint.desired == "on":
-        return (SetDesired(endpoint.name, "off"), RequeueAfter(STOPPING_CHECK_S))
-    return (RequeueAfter(STOPPING_CHECK_S),) if existing.objects else (RemoveFinalizer(),)
+        return (SetDesired("off"), RequeueAfter(STOPPING_CHECK_S))
+    is_held = existing is None or any(each["kind"] != "Pod" for each in existing)
+    return (RequeueAfter(STOPPING_CHECK_S),) if is_held else (SetFinalizer(held=False),)
 
 
 def refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:
@@ -408,7 +379,7 @@ def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndp
     if _in_order(wanted) == _in_order(stored):
         return ()
     events = event_records(identity, stored.get("conditions", ()), status.conditions)
-    return (*(PostEvent(event) for event in events), UpdateStatus(wanted))
+    return (*events, UpdateStatus(wanted))
 
 
 def _in_order(status: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,8 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 from eyrie_api.artifacts import verify_part, write_model, write_sealed
 from eyrie_api.clock import Clock, utc_now
@@ -240,9 +239,14 @@ class EmbeddedEndpoints:
             outcomes = counters.revisions if counters is not None and is_counted else {}
             shared, outcome = route.others[0], outcomes.get(route.others[0].revision, RequestCounts())
             canary = ObservedCanary(shared.revision, shared.share, route.since, outcome.answered, outcome.errors)
-        active = next((each for each in endpoint.revisions if each.number == endpoint.active_revision), None)
+        active = endpoint.revision(endpoint.active_revision)
         running = any(engine.revision == endpoint.active_revision and engine.state != "dead" for engine in engines)
-        damage = "" if active is None or running else _drafter_damage(active.use)
+        damage = ""  # the drafter's files differ from the manifest of the stage that made them
+        if active is not None and active.use.drafter_dir is not None and not running:
+            try:
+                verify_part(Path(active.use.drafter_dir))
+            except (ArtifactMissing, ArtifactCorrupt) as error:
+                damage = damaged_drafter(error.message)
         return ObservedEndpoint(gateway_alive=gateway is not None, routed=routed, engines=engines,
                                 windows=watched.windows, drift_reported=watched.drift_reported, canary=canary,
                                 no_room=no_room, drafter_damage=damage)
@@ -318,7 +322,20 @@ class EmbeddedEndpoints:
             if route is not None:
                 write_model(directory / ROUTE_FILE, route.model_copy(update={"on_hold": True, "others": ()}))
         elif isinstance(action, act.EndEngine):
-            _end_engine(action.how, engine_dir(directory, action.revision), now)
+            folder = engine_dir(directory, action.revision)
+            record = read_record(folder / ENGINE_FILE, EngineRecord)
+            if record is not None and action.how == "retire":
+                if is_alive(record.process):
+                    # To the leader only: SGLang's child processes would exit at once and drop their requests.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(record.process.pid, signal.SIGTERM)
+                write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
+            elif record is not None and action.how == "kill":
+                stop_group(record.process, grace_s=0.0)
+            elif record is not None:
+                stop_marked(folder, 0.0)  # children that outlived it
+                for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
+                    (folder / name).unlink(missing_ok=True)
 
     def _start_engine(self, action: act.StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(each for each in endpoint.revisions if each.number == action.revision)
@@ -343,36 +360,8 @@ class EmbeddedEndpoints:
             alone=action.alone))
 
 
-def _drafter_damage(use: DrafterUse) -> str:
-    """Why the drafter's files differ from the manifest of the stage that made them; empty if they do not."""
-    try:
-        if use.drafter_dir is not None:
-            verify_part(Path(use.drafter_dir))
-    except (ArtifactMissing, ArtifactCorrupt) as error:
-        return damaged_drafter(error.message)
-    return ""
-
-
 def _engine_url(directory: Path, revision: int) -> str:
     record = read_record(engine_dir(directory, revision) / ENGINE_FILE, EngineRecord)
     assert record is not None
     assert record.url is not None
     return record.url
-
-
-def _end_engine(how: Literal["retire", "kill", "delete"], folder: Path, now: datetime) -> None:
-    record = read_record(folder / ENGINE_FILE, EngineRecord)
-    if record is None:
-        return
-    if how == "retire":
-        if is_alive(record.process):
-            # To the leader only: SGLang's child processes would exit at once and drop their requests.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(record.process.pid, signal.SIGTERM)
-        write_sealed(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
-    elif how == "kill":
-        stop_group(record.process, grace_s=0.0)
-    else:
-        stop_marked(folder, 0.0)  # children that outlived it
-        for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
-            (folder / name).unlink(missing_ok=True)

@@ -174,25 +174,23 @@ def create_gateway(routes: RoutingTable, traffic: TrafficRecorder, hold_s: float
             route = routes.current()
             traffic.record(body, Recording() if route is None else route.recording,
                            request.headers.get(CONSENT_HEADER, ""))
-        past_end = ignores_eos(body)
+        past_end = is_post and ignores_eos(body)
         for attempt in (1, 2):
             if not await end_of_hold(request):
                 return _unavailable(503, "replacing_engine",
                                     "the engine of this endpoint is being replaced; try again")
             first = is_post and attempt == 1
-            routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "")
+            routed = routes.choose(shared=first, wanted=request.headers.get(REVISION_HEADER, "") if first else "",
+                                   counted=is_post, ignores_eos=past_end)
             if routed is not None:
-                routed.begin(ignores_eos=is_post and past_end)
                 try:
-                    return await _send(client, routes, routed, request, body, counted=is_post)
+                    return await _send(client, routes, routed, request, body)
                 except client_left.ClientLeft:
                     return Response(status_code=499)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
-                    if is_post:
-                        routed.count("errors")
+                    routed.count("errors")
                 except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
-                    if is_post:
-                        routed.count("errors")
+                    routed.count("errors")
                     if _was_replaced(routes, routed):
                         return _unavailable(503, "replacing_engine", _CUT)
                     return _unavailable(502, "engine_disconnected",
@@ -227,8 +225,8 @@ async def _on_http_exception(_request: Request, error: Exception) -> Response:
     return _refused(error.status_code, "InvalidRequest", error.detail)
 
 
-async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedRequest, request: Request, body: bytes,
-                *, counted: bool) -> Response:
+async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedRequest, request: Request,
+                body: bytes) -> Response:
     # The path as it was sent: the decoded one may hold what a URL cannot. `request.url` fails for some Host headers.
     target, query = request.scope["raw_path"], request.scope["query_string"]
     url = httpx.URL(routed.url).copy_with(raw_path=target + (b"?" + query if query else b""))
@@ -241,7 +239,7 @@ async def _send(client: httpx.AsyncClient, routes: RoutingTable, routed: RoutedR
     forwarded[REVISION_HEADER] = str(routed.revision)
     if "location" in forwarded:  # the engine's own address is not for clients
         forwarded["location"] = forwarded["location"].removeprefix(routed.url.rstrip("/"))
-    relayed = _relay(response, routed if counted else None)
+    relayed = _relay(response, routed)
     if response.headers.get("content-type", "").startswith(_EVENT_STREAM):
         return StreamingResponse(_with_error_event(relayed, routes, routed), status_code=response.status_code,
                                  headers=forwarded)
@@ -268,7 +266,7 @@ async def _with_error_event(chunks: AsyncGenerator[bytes], routes: RoutingTable,
         yield b"data: [DONE]\n\n"
 
 
-async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> AsyncGenerator[bytes]:
+async def _relay(response: httpx.Response, routed: RoutedRequest) -> AsyncGenerator[bytes]:
     """Relay bytes as they arrive. Closed early (the client disconnected) it closes the engine's side and counts
     nothing. The caller counts a TransportError of a response that it has not begun to send."""
     is_stream = response.headers.get("content-type", "").startswith(_EVENT_STREAM)
@@ -276,16 +274,14 @@ async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> Asyn
         async for chunk in response.aiter_raw():
             yield chunk
     except httpx.TransportError:
-        if routed is not None and is_stream:
+        if is_stream:
             routed.count("errors")
         raise
     else:
-        if routed is not None:
-            routed.count("errors" if response.status_code >= 500 else "answered")
+        routed.count("errors" if response.status_code >= 500 else "answered")
     finally:
         await response.aclose()
-        if routed is not None:
-            routed.ended()
+        routed.ended()
 
 
 def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
@@ -296,12 +292,11 @@ def _was_replaced(routes: RoutingTable, routed: RoutedRequest) -> bool:
 
 
 def _refused(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": code}},
-                        status_code=status)
+    return JSONResponse(_error(code, message, "invalid_request_error"), status_code=status)
 
 
-def _error(code: str, message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "service_unavailable", "code": code}}
+def _error(code: str, message: str, kind: str = "service_unavailable") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": code}}
 
 
 def _unavailable(status: int, code: str, message: str) -> JSONResponse:

@@ -107,18 +107,15 @@ class RoutedRequest:
     """The engine chosen for one request; counts its outcome."""
 
     def __init__(self, revision: int, url: str, counted: dict[int, RequestCounts],
-                 on_progress: Callable[[int], None]) -> None:
+                 on_progress: Callable[[int], None] | None) -> None:
+        """`on_progress`: of a request with `ignore_eos`."""
         self.revision, self.url = revision, url
-        self._counted, self._on_progress, self._ignores_eos = counted, on_progress, False
-
-    def begin(self, *, ignores_eos: bool) -> None:
-        """Call before it is sent; `ended` afterwards."""
-        self._ignores_eos = ignores_eos
+        self._counted, self._on_progress = counted, on_progress
         self.ended()
 
     def ended(self) -> None:
         """Note when a request with `ignore_eos` was last in progress. May be called again."""
-        if self._ignores_eos:
+        if self._on_progress is not None:
             self._on_progress(self.revision)
 
     def count(self, outcome: Literal["answered", "errors"]) -> None:
@@ -155,10 +152,11 @@ class RoutingTable:
                 self._seen, self._chosen, self._counted = stamp, {}, {}
         return self._record
 
-    def choose(self, *, shared: bool = True, wanted: str = "") -> RoutedRequest | None:
-        """The engine of the next request; with `shared` false always the one that serves.
+    def choose(self, *, shared: bool, wanted: str, counted: bool, ignores_eos: bool) -> RoutedRequest | None:
+        """The engine of a request that is sent now; with `shared` false always the one that serves.
 
         wanted   the number of a revision that gets the request, whatever its share, if the route has it
+        counted  whether its outcome counts
         """
         route = self.current()
         if route is None:
@@ -172,7 +170,8 @@ class RoutingTable:
                          key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
             revision, url = chosen.revision, chosen.url
             self._chosen[revision] = self._chosen.get(revision, 0) + 1
-        return RoutedRequest(revision, url, self._counted, self._note_unended)
+        note = self._note_unended if ignores_eos else None
+        return RoutedRequest(revision, url, self._counted if counted else {}, note)
 
     def counters(self) -> RequestCounters:
         route = self.current()

@@ -309,8 +309,8 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
     actions: list[EndpointAction] = [] if seen.gateway_alive else [StartGateway()]
     active, candidate = endpoint.active_revision, endpoint.candidate_revision
     if candidate is not None and candidate != active:
-        rejected = _deploy(endpoint, policy, seen, now, actions)
-        if rejected:
+        actions += _deploy(endpoint, candidate, policy, seen, now)
+        if any(isinstance(action, Reject) for action in actions):
             candidate = None
     if not any(isinstance(action, Activate | ShareRoute) for action in actions):  # those set the route themselves
         actions += _keep_alive(active, candidate, seen, now)
@@ -318,51 +318,42 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
         actions.append(RollBack(active, "DrafterDamaged", seen.drafter_damage, without_drafter=True))
     elif active is not None and candidate is None:
         actions += _watch_acceptance(endpoint, active, policy, seen, now)
-    if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
+    if active is None and endpoint.candidate_revision is None and endpoint.revisions[-1].use.setting.method != "off":
         actions.append(ProposeNoDrafter())
     routed = next((action.revision for action in actions if isinstance(action, Route)), seen.routed)
     actions += _retire_unused({active, candidate, routed}, policy, seen, now)
     return EndpointPlan(tuple(actions), *_serving(endpoint, seen, now))
 
 
-def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime,
-            actions: list[EndpointAction]) -> bool:
-    """Start the candidate next to the serving engine, then run its canary; True when it was rejected."""
-    candidate = endpoint.candidate_revision
-    assert candidate is not None
+def _deploy(endpoint: Endpoint, candidate: int, policy: ServePolicy, seen: ObservedEndpoint,
+            now: datetime) -> list[EndpointAction]:
+    """Start the candidate next to the serving engine, then run its canary; or reject it."""
     engine = seen.engine(candidate)
     if engine is not None and engine.retiring_since is not None:
         # It served before and was replaced a moment ago: it takes no new requests, so it is started again once it has
         # ended.
         if engine.state != "dead":
-            actions += [EndEngine("kill", candidate)] if _overdue(engine, policy, now) else []
-            return False
+            return [EndEngine("kill", candidate)] if _overdue(engine, policy, now) else []
         engine = None
     if engine is None:
         # Race: killed between Route and Activate, and another candidate was proposed since: the routed engine serves.
         serving = seen.engine(endpoint.active_revision) or seen.engine(seen.routed)
-        actions += _start_candidate(candidate, policy, seen, serving, now)
-    elif engine.state == "healthy":
-        return _run_canary(endpoint, policy, seen, engine, now, actions)
-    elif engine.state == "dead":
+        return _start_candidate(candidate, policy, seen, serving, now)
+    if engine.state == "healthy":
+        return _run_canary(endpoint, policy, seen, engine, now)
+    if engine.state == "dead":
         # Gateway and engines have all ended: with their machine or container, not by an engine's own fault.
         machine_was_down = not seen.gateway_alive and all(each.state == "dead" for each in seen.engines)
         if machine_was_down and engine.starts <= _MACHINE_RESTARTS:
-            actions.append(StartEngine(candidate, engine.starts + 1, alone=engine.alone))
-            return False
-        actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
-        return True
-    else:
-        # It is waited for since its start, or, once it has served a share, since a pod of it was lost.
-        had_a_share = seen.canary is not None and seen.canary.revision == candidate
-        since = engine.unready_since or engine.started_at if had_a_share else engine.started_at
-        if now - since <= timedelta(seconds=policy.health_timeout_s):
-            return False
-        message = (f"the new engine was not healthy after {policy.health_timeout_s:g} s (serve.health_timeout_s)"
-                   f"{_because(engine)}")
-        actions.append(Reject(candidate, "HealthTimeout", message))
-        return True
-    return False
+            return [StartEngine(candidate, engine.starts + 1, alone=engine.alone)]
+        return [Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}")]
+    # It is waited for since its start, or, once it has served a share, since a pod of it was lost.
+    had_a_share = seen.canary is not None and seen.canary.revision == candidate
+    since = engine.unready_since or engine.started_at if had_a_share else engine.started_at
+    if now - since <= timedelta(seconds=policy.health_timeout_s):
+        return []
+    return [Reject(candidate, "HealthTimeout", f"the new engine was not healthy after {policy.health_timeout_s:g} s "
+                   f"(serve.health_timeout_s){_because(engine)}")]
 
 
 def _start_candidate(candidate: int, policy: ServePolicy, seen: ObservedEndpoint, serving: ObservedEngine | None,
@@ -392,39 +383,34 @@ def _in_gap(active: int | None, candidate: int | None, seen: ObservedEndpoint) -
                            for engine in seen.engines)
 
 
-def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine, now: datetime,
-                actions: list[EndpointAction]) -> bool:
-    """Give the candidate each share of the requests in turn, then all of them; True when it was rejected."""
-    revision, shares = _revision(endpoint, engine.revision), policy.canary.shares
+def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine,
+                now: datetime) -> list[EndpointAction]:
+    """Give the candidate each share of the requests in turn, then all of them; or reject it."""
+    revision, shares = endpoint.revision(engine.revision), policy.canary.shares
     serving = seen.engine(endpoint.active_revision)
     canary = seen.canary if seen.canary is not None and seen.canary.revision == engine.revision else None
     if canary is not None and canary.errors >= CANARY_ERRORS:
         message = (f"{canary.errors} of its {canary.errors + canary.answered} requests failed while it had "
                    f"{canary.share:.0%} of them")
-        actions.append(Reject(engine.revision, "CanaryFailed", message, _step(revision, engine, canary)))
-        return True
+        return [Reject(engine.revision, "CanaryFailed", message, _step(revision, engine, canary))]
     proven_before = revision is not None and revision.state not in ("proposed", "canary")
     if not shares or proven_before or serving is None or serving.state != "healthy" or seen.routed == engine.revision:
         # No canary: none is configured, the revision has served before, or no healthy engine serves. Or this process
         # was killed between Route and Activate: the route leads there already, and both actions are repeated.
-        actions += [Route(engine.revision), Activate(engine.revision)]
-        return False
+        return [Route(engine.revision), Activate(engine.revision)]
     if canary is None:
-        actions.append(ShareRoute(engine.revision, serving.revision, shares[0]))
-        return False
+        return [ShareRoute(engine.revision, serving.revision, shares[0])]
     ended = _step(revision, engine, canary)
     collapse = _collapse(revision, ended.tau, engine.window.rounds, policy)
     if collapse is not None:
-        actions.append(Reject(engine.revision, "AcceptanceCollapsed", collapse, ended))
-        return True
+        return [Reject(engine.revision, "AcceptanceCollapsed", collapse, ended)]
     over = now - canary.since >= timedelta(seconds=policy.canary.max_step_s)
-    if canary.answered >= policy.canary.min_requests or over:
-        further = [share for share in shares if share > canary.share]
-        if further:
-            actions.append(ShareRoute(engine.revision, serving.revision, further[0], ended))
-        else:
-            actions += [Route(engine.revision), Activate(engine.revision, ended)]
-    return False
+    if canary.answered < policy.canary.min_requests and not over:
+        return []
+    further = next((share for share in shares if share > canary.share), None)
+    if further is not None:
+        return [ShareRoute(engine.revision, serving.revision, further, ended)]
+    return [Route(engine.revision), Activate(engine.revision, ended)]
 
 
 def _step(revision: Revision | None, engine: ObservedEngine, canary: ObservedCanary) -> CanaryStep:
@@ -456,7 +442,7 @@ def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoin
 
 def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen: ObservedEndpoint,
                       now: datetime) -> list[EndpointAction]:
-    revision, engine = _revision(endpoint, active), seen.engine(active)
+    revision, engine = endpoint.revision(active), seen.engine(active)
     if revision is None or engine is None or engine.state != "healthy":
         return []
     proven, tau = proven_tau(revision, policy.counts_drafted), window_tau(engine)
@@ -558,7 +544,7 @@ def _serving(endpoint: Endpoint, seen: ObservedEndpoint,
              now: datetime) -> tuple[Literal["True", "False", "Unknown"], str, str]:
     routed, candidate = seen.engine(seen.routed), seen.engine(endpoint.candidate_revision)
     if seen.gateway_alive and routed is not None and routed.state == "healthy":
-        revision = _revision(endpoint, routed.revision)
+        revision = endpoint.revision(routed.revision)
         what = revision.checkpoint if revision is not None and revision.checkpoint else "no drafter"
         canary = ""
         if seen.canary is not None:
@@ -604,12 +590,5 @@ def proven_tau(revision: Revision, counts_drafted: bool = False) -> float | None
     operating_map = revision.use.map
     switches_off = operating_map is not None and any(
         point.setting.method == "off" for point in operating_map.points)
-    return revision.tau if _drafts(revision) and (counts_drafted or not switches_off) else None
-
-
-def _drafts(revision: Revision) -> bool:
-    return revision.use.setting.method != "off"
-
-
-def _revision(endpoint: Endpoint, number: int) -> Revision | None:
-    return next((revision for revision in endpoint.revisions if revision.number == number), None)
+    drafts = revision.use.setting.method != "off"
+    return revision.tau if drafts and (counts_drafted or not switches_off) else None

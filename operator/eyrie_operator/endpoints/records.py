@@ -58,81 +58,6 @@ _NO_REMOTE_TRAFFIC = ("no retraining is offered, since stages run without this m
                       "promotion.drift.traffic_file to the s3:// or https:// address of a log of your own")
 
 
-class Drift:
-    """Reports drift and starts retraining, for the endpoints of one database."""
-
-    def __init__(self, histories: Histories, jobs: Jobs, stored: Path | None = None) -> None:
-        """`stored`: where stages run without this machine's files, the directory whose files they get from a bucket."""
-        self._histories, self._jobs, self._stored = histories, jobs, stored
-
-    def report(self, action: act.ReportDrift, endpoint: str, directory: Path, promoted: Job | None,
-               serving: Revision | None) -> None:
-        """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
-        window = self._histories.watched(endpoint, action.revision).last_window
-        once = f"{action.revision}/{window}"
-        started, data, retraining, traffic = None, {}, None, None
-        try:
-            resolved = None if promoted is None else self._jobs.resolved(promoted.id)
-            if promoted is not None and resolved is not None:
-                require_rules(promoted.id, resolved)
-            traffic = None if resolved is None else self._traffic(resolved, directory, f"{action.revision}-{window}")
-            if promoted is None or resolved is None or traffic is None:
-                outcome = ("no retraining is offered: the job it was promoted from is gone" if promoted is None else
-                           _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC)
-            else:
-                retraining = retraining_job(promoted.id, resolved, endpoint, traffic,
-                                            "" if serving is None else serving.checkpoint or "",
-                                            None if serving is None else self._head(serving))
-        except InvalidInput as refused:
-            # The user's log may not be read (any more); or a rival serves, and the sweep is over mixes of data that is
-            # replaced.
-            outcome = f"no retraining is offered: {refused.message}"
-        if promoted is not None and retraining is not None:
-            data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
-            outcome = "a job that retrains on recent traffic is offered"
-            if promoted.spec.promotion.drift.action == "retrain":
-                key = Once(f"{endpoint}/{once}", ROUTE, digest_model(retraining.spec))
-                done = self._jobs.submit_once(retraining, key)
-                started = str(done.response["id"]) if isinstance(done, Replay) else done.id
-                outcome = f"{started} retrains on recent traffic"
-        self._histories.record(
-            endpoint, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
-            job_id=None if promoted is None else promoted.id, data=data, once=f"drift/{once}",
-            figures={"tau": action.taus[-1], "proven_tau": action.proven, "windows": float(len(action.taus))})
-        if started is not None:
-            self._histories.record(endpoint, "retraining", "RetrainingStarted", f"by promotion.drift.action of job "
-                                   f"{promoted.id if promoted is not None else '-'}", job_id=started,
-                                   revision=action.revision, once=f"retraining/{once}")
-        log.warning("endpoint %s: %s; %s", endpoint, action.message, outcome)
-
-    def _traffic(self, promoted: ResolvedJob, directory: Path, name: str) -> str | None:
-        """What the job reads: a log at an address, or a copy, written once, of the recent traffic or of the user's log.
-        None when there is no traffic that stages could read. Raises InvalidInput for a log that may not be read."""
-        own = promoted.spec.promotion.drift.traffic_file
-        if own is not None and is_remote(own):
-            return own
-        if self._stored is not None:
-            return None
-        source = Path(own) if own is not None else directory / TRAFFIC_FILE
-        to = directory / SNAPSHOTS / f"{name}.jsonl"
-        if not to.exists():
-            if not source.is_file() or source.stat().st_size == 0:
-                return None
-            rules = None if own is None else promoted.reads
-            with open_file(source, rules, "promotion.drift.traffic_file") as file:
-                to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_latest(file, to, KEPT_ROWS)
-        return str(to)
-
-    def _head(self, serving: Revision) -> Path | None:
-        """The directory of the drafter that serves, if training can read it."""
-        if serving.use.drafter_dir is None:
-            return None
-        head = Path(serving.use.drafter_dir)
-        is_stored = self._stored is not None and head.is_relative_to(self._stored)
-        return head if is_stored or head.is_dir() else None
-
-
 def retraining_job(job_id: str, promoted: ResolvedJob, endpoint: str, traffic: str, checkpoint: str = "",
                    head: Path | None = None) -> ResolvedJob:
     """The promoted job, of this id, on recent traffic, for the same endpoint. Pure. Placed and counted as that job was:
@@ -170,11 +95,10 @@ class EndpointRecords:
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now,
                  stored: Path | None = None) -> None:
-        """`stored`: see `Drift`."""
-        self._clock = clock
+        """`stored`: where stages run without this machine's files, the directory whose files they get from a bucket."""
+        self._clock, self._stored = clock, stored
         self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
         self._jobs = Jobs(database, clock, Idempotency(database, settings.idempotency_ttl_s, clock))
-        self._drift = Drift(self._histories, self._jobs, stored)
 
     def policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
         """The limits of the job whose drafter is the candidate, else the active one. Such a job cannot be deleted."""
@@ -186,9 +110,9 @@ class EndpointRecords:
 
     def promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
         """The job of a revision; None when it was promoted without a job, or its job was deleted."""
-        job_id = next((each.job_id for each in endpoint.revisions if each.number == number), None)
+        revision = endpoint.revision(number)
         try:
-            return None if job_id is None else self._jobs.get(job_id)
+            return None if revision is None or revision.job_id is None else self._jobs.get(revision.job_id)
         except NotFound:
             return None
 
@@ -235,8 +159,7 @@ class EndpointRecords:
                 drift_below=action.drift_below, requests=window.requests, generated=window.generated,
                 seconds=action.seconds)
         elif isinstance(action, act.ReportDrift):
-            serving = next((revision for revision in endpoint.revisions if revision.number == action.revision), None)
-            self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision), serving)
+            self._report_drift(action, endpoint, directory)
         elif isinstance(action, act.ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter became healthy")
@@ -256,6 +179,72 @@ class EndpointRecords:
             return False
         self.endpoints.observe(endpoint.name, url=url, conditions=conditions)
         return True
+
+    def _report_drift(self, action: act.ReportDrift, endpoint: Endpoint, directory: Path) -> None:
+        """Record the drift with the job that would retrain the drafter; start the job if the policy says `retrain`."""
+        name, promoted = endpoint.name, self.promoted_from(endpoint, action.revision)
+        serving = next(each for each in endpoint.revisions if each.number == action.revision)
+        window = self._histories.watched(name, action.revision).last_window
+        once = f"{action.revision}/{window}"
+        started, data, retraining, traffic = None, {}, None, None
+        outcome = "no retraining is offered: the job it was promoted from is gone"
+        try:
+            if promoted is not None:
+                resolved = self._jobs.resolved(promoted.id)
+                require_rules(promoted.id, resolved)
+                traffic = self._traffic(resolved, directory, f"{action.revision}-{window}")
+                outcome = _NO_TRAFFIC if self._stored is None else _NO_REMOTE_TRAFFIC
+                if traffic is not None:
+                    retraining = retraining_job(promoted.id, resolved, name, traffic, serving.checkpoint or "",
+                                                self._head(serving))
+        except InvalidInput as refused:
+            # The user's log may not be read (any more); or a rival serves, and the sweep is over mixes of data that is
+            # replaced.
+            outcome = f"no retraining is offered: {refused.message}"
+        if promoted is not None and retraining is not None:
+            data = {"job": retraining.spec.model_dump(mode="json"), "traffic_file": traffic}
+            outcome = "a job that retrains on recent traffic is offered"
+            if promoted.spec.promotion.drift.action == "retrain":
+                key = Once(f"{name}/{once}", ROUTE, digest_model(retraining.spec))
+                done = self._jobs.submit_once(retraining, key)
+                started = str(done.response["id"]) if isinstance(done, Replay) else done.id
+                outcome = f"{started} retrains on recent traffic"
+        self._histories.record(
+            name, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,
+            job_id=None if promoted is None else promoted.id, data=data, once=f"drift/{once}",
+            figures={"tau": action.taus[-1], "proven_tau": action.proven, "windows": float(len(action.taus))})
+        if promoted is not None and started is not None:
+            self._histories.record(name, "retraining", "RetrainingStarted",
+                                   f"by promotion.drift.action of job {promoted.id}", job_id=started,
+                                   revision=action.revision, once=f"retraining/{once}")
+        log.warning("endpoint %s: %s; %s", name, action.message, outcome)
+
+    def _traffic(self, promoted: ResolvedJob, directory: Path, name: str) -> str | None:
+        """What the job reads: a log at an address, or a copy, written once, of the recent traffic or of the user's log.
+        None when there is no traffic that stages could read. Raises InvalidInput for a log that may not be read."""
+        own = promoted.spec.promotion.drift.traffic_file
+        if own is not None and is_remote(own):
+            return own
+        if self._stored is not None:
+            return None
+        source = Path(own) if own is not None else directory / TRAFFIC_FILE
+        to = directory / SNAPSHOTS / f"{name}.jsonl"
+        if not to.exists():
+            if not source.is_file() or source.stat().st_size == 0:
+                return None
+            rules = None if own is None else promoted.reads
+            with open_file(source, rules, "promotion.drift.traffic_file") as file:
+                to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_latest(file, to, KEPT_ROWS)
+        return str(to)
+
+    def _head(self, serving: Revision) -> Path | None:
+        """The directory of the drafter that serves, if training can read it."""
+        if serving.use.drafter_dir is None:
+            return None
+        head = Path(serving.use.drafter_dir)
+        is_stored = self._stored is not None and head.is_relative_to(self._stored)
+        return head if is_stored or head.is_dir() else None
 
 
 def _urls(url_of: Callable[[int], str] | None, *revisions: int) -> dict[int, str]:

@@ -20,16 +20,16 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eyrie_api.artifacts import read_manifest, write_atomically, write_model
+from eyrie_api.artifacts import read_report, write_atomically, write_model
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.reports import BenchmarkReport, TuneReport
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.stages import STAGES, StageName
+from eyrie_api.contract.stages import STAGES
 from eyrie_api.contract.status import Job, JobStatus, Revision
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoint_history import Histories
@@ -65,7 +65,6 @@ from eyrie_operator.jobs.observation import (
     read_outcome,
 )
 from eyrie_operator.jobs.reconcile import (
-    Action,
     ActionPlan,
     Decide,
     ObservedJob,
@@ -76,7 +75,7 @@ from eyrie_operator.jobs.reconcile import (
     reconcile,
 )
 from eyrie_pipelines.runner import JobFile, ObservedRun, Runner
-from eyrie_pipelines.stage_specs import find_checkpoint, train_reports
+from eyrie_pipelines.stage_specs import benchmarked, find_checkpoint, train_reports
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
@@ -123,8 +122,15 @@ class Driver:
     def _execute(self, job: Job, seen: ObservedJob, plan: ActionPlan, owner: str) -> bool:
         """Apply a plan and store its status; returns whether another step should follow at once."""
         try:
-            for action in plan.actions:
-                self._apply(action, job, seen, plan.status)
+            for action in plan.actions:  # each is idempotent: after a crash it is applied again
+                if isinstance(action, StartRun):
+                    self._start(action, job, seen)
+                elif isinstance(action, StopRun):
+                    self._runner.stop(job.id)
+                elif isinstance(action, Decide):
+                    self._decide(job, plan.status.attempt)
+                else:
+                    self._promote(job, plan.status, action.endpoint)
         except Transient as reason:
             self._record_transient(job, plan.status, reason, owner)
             return False
@@ -147,7 +153,10 @@ class Driver:
             run = self._runner.observe(job.id)
             again = job.status.restarted_from
             if again is not None and run.attempt != job.status.attempt and not run.alive:
-                self._discard(job.id, run, STAGES[STAGES.index(again):])
+                with self._starting():  # remove what stages of an earlier attempt have left
+                    # Race: a driver whose lease has expired may have started the run since.
+                    if self._runner.observe(job.id).run_id == run.run_id:
+                        self._runner.discard(job.id, STAGES[STAGES.index(again):])
             seen = self._observe(job, run)
         except (NotFound, Transient):
             raise
@@ -182,24 +191,7 @@ class Driver:
         running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
         return self._runner.has_capacity(job.id, self._jobs.live(), running)
 
-    # Actions. Each is idempotent: after a crash it is applied again.
-
-    def _apply(self, action: Action, job: Job, seen: ObservedJob, status: JobStatus) -> None:
-        if isinstance(action, StartRun):
-            self._start(action, job, seen)
-        elif isinstance(action, StopRun):
-            self._runner.stop(job.id)
-        elif isinstance(action, Decide):
-            self._decide(job, status.attempt)
-        else:
-            self._promote(job, status, action.endpoint)
-
-    def _discard(self, job_id: str, run: ObservedRun, stages: Sequence[StageName]) -> None:
-        """Remove what stages of an earlier attempt have left, before the run of this attempt starts."""
-        with self._starting():
-            # Race: a driver whose lease has expired may have started the run since.
-            if self._runner.observe(job_id).run_id == run.run_id:
-                self._runner.discard(job_id, stages)
+    # Actions.
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
@@ -227,8 +219,7 @@ class Driver:
 
     def _decide(self, job: Job, attempt: int) -> None:
         job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
-        tuned = read_manifest(stage_dir(job_dir, "tune")).report
-        assert isinstance(tuned, TuneReport)
+        tuned = read_report(stage_dir(job_dir, "tune"), TuneReport)
         finished = (stage.manifest.report for stage in observe_stages(job, resolved, job_dir) if stage.manifest)
         benchmarks = [report for report in finished if isinstance(report, BenchmarkReport)]
         for report in benchmarks:
@@ -242,8 +233,7 @@ class Driver:
         self._record(job.id, resolved, final, tuned=True)
         if rival is not None:
             self._record(job.id, resolved, rival, tuned=True)
-        proof = read_manifest(stage_dir(job_dir, "prove")).report
-        assert isinstance(proof, ProveReport)
+        proof = read_report(stage_dir(job_dir, "prove"), ProveReport)
         decision = decide_job(job.spec, benchmarks, tuned, proof, self._incumbent(job))
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         self._write_outcome(job.id, AttemptOutcome(attempt=attempt, decision=decision))
@@ -261,7 +251,7 @@ class Driver:
 
     def _drafter_dir(self, job_id: str, job: ResolvedJob, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job_id)
-        return str(job_dir / find_checkpoint(job, train_reports(job, job_dir), checkpoint).path)
+        return str(job_dir / find_checkpoint(benchmarked(job, train_reports(job, job_dir)), checkpoint).path)
 
     def _incumbent(self, job: Job) -> BenchmarkReport | None:
         """The report of the drafter that the job's endpoint serves, on the prompts of this job; None when it serves
@@ -283,7 +273,7 @@ class Driver:
             return None
         if target is not None and serving.target != target.model:
             return None
-        return next((each for each in serving.revisions if each.number == serving.active_revision), None)
+        return serving.revision(serving.active_revision)
 
     def _promote(self, job: Job, status: JobStatus, name: str) -> None:
         job_dir, resolved = self._settings.job_dir(job.id), self._jobs.resolved(job.id)
@@ -296,10 +286,8 @@ class Driver:
                                          num_replicas=resolved.demand.num_replicas, reads=resolved.endpoint_rules)
         revision = created.revisions[0].number
         if outcome.decision.promote:
-            tuned = read_manifest(stage_dir(job_dir, "tune")).report
-            proof = read_manifest(stage_dir(job_dir, "prove")).report
-            assert isinstance(tuned, TuneReport)
-            assert isinstance(proof, ProveReport)
+            tuned = read_report(stage_dir(job_dir, "tune"), TuneReport)
+            proof = read_report(stage_dir(job_dir, "prove"), ProveReport)
             drafter = Path(self._drafter_dir(job.id, resolved, tuned.checkpoint))
             # Next to the checkpoint, not inside: the manifest holds the digests of the checkpoint's files.
             results_file = drafter.with_name(f"{drafter.name}-results.json")

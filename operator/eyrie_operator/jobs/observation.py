@@ -46,7 +46,7 @@ def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
         return ObservedServing("deploying", "Deploying", f"revision {revision} is starting", endpoint.name)
     if endpoint.active_revision == revision:
         return ObservedServing("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
-    row = next((each for each in endpoint.revisions if each.number == revision), None)
+    row = endpoint.revision(revision)
     newest = max(endpoint.active_revision or 0, endpoint.candidate_revision or 0)
     if newest > revision and (row is None or row.state not in ("rejected", "rolled-back")):
         return ObservedServing("serving", "Superseded", f"revision {revision} was replaced by {newest}", endpoint.name)

@@ -22,7 +22,7 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.records import Failure, WaitingPod
 from eyrie_api.contract.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.contract.stages import Manifest, StageName
-from eyrie_api.contract.status import ConditionType, JobStatus, StageState, StageStatus
+from eyrie_api.contract.status import JobStatus, StageState, StageStatus
 from eyrie_api.decisions.promotion import decision_reason, summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_operator.conditions import Conditions, find, is_over, observe, phase_of, remove
@@ -152,8 +152,8 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
         return _plan(seen, conditions, now, StopRun())
     if run.attempt != seen.attempt or run.state in ("none", "gone"):
         restart = restart_of(run, now) if run.attempt == seen.attempt else "now"
+        words = f"; its log ends with: {run.last_words}" if run.last_words else ""
         if restart == "never":
-            words = f"; its log ends with: {run.last_words}" if run.last_words else ""
             failed = RunFailed(None, "", "RunKeepsDying",
                                f"the run was started {run.starts} times and its process died each time, "
                                f"without getting further{words}",
@@ -164,8 +164,7 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
             return _plan(seen, observe(
                 conditions, "Accepted", "True", "RunDied",
                 f"the run's process died {run.starts} times without getting further; it is started again "
-                f"{_pause_s(run.starts)} s after its last start"
-                + (f"; its log ends with: {run.last_words}" if run.last_words else ""), now), now)
+                f"{_pause_s(run.starts)} s after its last start{words}", now), now)
         if seen.has_capacity:
             return _plan(seen, conditions, now, StartRun(seen.attempt))
         return _plan(seen, observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now),
@@ -233,15 +232,9 @@ def _failed(conditions: Conditions, failed: RunFailed, now: datetime) -> Conditi
     if failed.stage is not None:
         where = f"{failed.stage} {failed.key}".rstrip()
         message = f"{where}: {message}"
-        conditions = observe(conditions, _condition_of(failed.stage), "False", failed.reason, message, now)
+        conditions = observe(conditions, CATALOG[failed.stage].condition, "False", failed.reason, message, now)
     conditions = observe(conditions, "Succeeded", "False", failed.reason, message, now)
     return observe(conditions, "Failed", "True", failed.reason, message, now)
-
-
-def _condition_of(stage: StageName) -> ConditionType:
-    kind = CATALOG[stage].condition
-    assert kind in ("Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved", "HardwareCompared")
-    return kind  # type: ignore[return-value]  # mypy does not narrow a str by membership
 
 
 def _observe_stages(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Conditions:
@@ -252,7 +245,7 @@ def _observe_stages(spec: JobSpec, seen: ObservedJob, conditions: Conditions, no
         done = [member for member in members if member.manifest is not None]
         # The members of a stage are known only when the stage before it is complete, hence `complete` carries over.
         complete = complete and bool(members) and len(done) == len(members)
-        kind = _condition_of(stage)
+        kind = CATALOG[stage].condition
         if complete:
             conditions = observe(conditions, kind, "True", "Finished", f"{len(done)} of {len(members)} done", now)
         elif (wait := next(filter(None, (_wait_of(member, seen, now) for member in members)), None)) is not None:

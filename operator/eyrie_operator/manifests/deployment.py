@@ -46,20 +46,9 @@ class Undeployable(InvalidInput):
     """The endpoint cannot be deployed on this cluster as configured."""
 
 
-@dataclass(frozen=True)
-class SglangPods:
-    """SGLang. `plan` is common to all revisions; drafter, setting, paths, host and port are set for each."""
-
-    plan: LaunchPlan
-
-
-@dataclass(frozen=True)
-class EmbeddedEnginePods:
-    """The reference engine: for the quickstart model, tests, and machines without SGLang. It supports no API key."""
-
-    argv: Callable[[DrafterUse, int], Sequence[str]]
-    """The command line for a use and a port; it listens on 0.0.0.0. Passed in as a function because the module that
-    renders it (`EngineCommand` of `eyrie_workers.engines.process`) also starts processes."""
+EmbeddedLine = Callable[[DrafterUse, int], Sequence[str]]
+"""The reference engine's command line for a use and a port; it listens on 0.0.0.0. A function because the module that
+renders it (`EngineCommand` of `eyrie_workers.engines.process`) also starts processes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,17 @@ class EndpointDeployment:
     """The administrator's settings. Its `placement` and `replicas` are not read: the fields below apply."""
 
     placement: Placement
-    engine: SglangPods | EmbeddedEnginePods
+    engine: LaunchPlan | EmbeddedLine
+    """SGLang's plan, common to all revisions: drafter, setting, paths, host and port are set for each. Or the reference
+    engine, for the quickstart model, tests, and machines without SGLang; it supports no API key."""
+
+    fetch_image: str
+    """Image that contains Eyrie, for init containers: they download drafters from an artifact store, judge files, and
+    bring SGLang the package it imports."""
+
+    fetch_python: tuple[str, ...]
+    """Command that starts Python in `fetch_image`."""
+
     drafters: Mapping[int, DrafterFiles] = field(default_factory=dict)
     """By revision number; absent for revisions without a drafter."""
 
@@ -129,13 +128,6 @@ class EndpointDeployment:
     reads: ReadRules | None = None
     """Rules for the files that engines open, without the job of a revision's drafter; None: any."""
 
-    fetch_image: str | None = None
-    """Image that contains Eyrie, for init containers that download drafters from an artifact store and bring SGLang the
-    package it imports; default: the placement's image, which then contains Eyrie. SGLang's own does not."""
-
-    fetch_python: tuple[str, ...] | None = None
-    """Command that starts Python in `fetch_image`; default: `cluster.python`."""
-
     owner: Owner | None = None
 
     def __post_init__(self) -> None:
@@ -147,17 +139,17 @@ class EndpointDeployment:
             raise Undeployable(f"autoscale.max_replicas {scale.max_replicas} is below replicas {self.replicas}",
                                "raise it")
         num_gpus = self.placement.num_gpus
-        if isinstance(self.engine, EmbeddedEnginePods):
+        if not isinstance(self.engine, LaunchPlan):
             if given.key_secret is not None:
                 raise Undeployable("key_secret is given and the embedded engine supports no keys: any client in the "
                                    "cluster could send it requests", "serve with engine sglang, or leave key_secret "
                                    "out and restrict by NetworkPolicy")
-        elif self.engine.plan.machine.platform == "cpu":
+        elif self.engine.machine.platform == "cpu":
             if num_gpus:
                 raise Undeployable(f"placement.num_gpus {num_gpus} with hardware profile "
-                                   f"{self.engine.plan.machine.name!r}", "give the GPU's profile, or num_gpus 0")
-        elif self.engine.plan.engine.tp_size != num_gpus:
-            raise Undeployable(f"tp_size {self.engine.plan.engine.tp_size} needs as many GPUs, and the pod has "
+                                   f"{self.engine.machine.name!r}", "give the GPU's profile, or num_gpus 0")
+        elif self.engine.engine.tp_size != num_gpus:
+            raise Undeployable(f"tp_size {self.engine.engine.tp_size} needs as many GPUs, and the pod has "
                                f"placement.num_gpus {num_gpus}", "make them equal")
 
     def has(self, *apis: str) -> str | None:
@@ -180,7 +172,7 @@ class EndpointDeployment:
     @property
     def counts_drafted(self) -> bool:
         """Whether the engine counts drafted rounds separately (`endpoints.plan.proven_tau`). SGLang does not."""
-        return isinstance(self.engine, EmbeddedEnginePods)
+        return not isinstance(self.engine, LaunchPlan)
 
     @property
     def route_api(self) -> str | None:

@@ -20,7 +20,6 @@ from eyrie_operator.manifests.deployment import (
     ROLE_LABEL,
     EndpointDeployment,
     Manifest,
-    SglangPods,
     described,
     digest,
     object_name,
@@ -74,7 +73,7 @@ EMBEDDED = Series(
 
 def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState) -> list[Manifest]:
     """PodMonitor, PrometheusRule and dashboard if configured and supported by the server; one scaler per revision."""
-    series = SGLANG if isinstance(deployment.engine, SglangPods) else EMBEDDED
+    series = EMBEDDED if deployment.counts_drafted else SGLANG
     rendered: list[Manifest] = []
     if deployment.cluster.monitoring and wanted.open:
         if deployment.has("monitoring.coreos.com/v1") is not None:

@@ -26,14 +26,19 @@ from eyrie_api.contract.status import Revision
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEnginePods,
     EndpointDeployment,
     Manifest,
     StoredDrafter,
     Undeployable,
     fetched,
 )
-from eyrie_workers.sglang.launch import GUARDED_MODULE, adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.sglang.launch import (
+    GUARDED_MODULE,
+    LaunchPlan,
+    adaptive_config,
+    launch_arguments,
+    launch_environment,
+)
 
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR, KEY_FILE = "/etc/eyrie/key", "engine.yaml"
@@ -74,9 +79,6 @@ class EngineLine:
 
     drafter: DrafterFiles | None = None
     fetch: StoredDrafter | None = None
-    plugin: bool = False
-    """Whether SGLang imports our package from PLUGIN_DIR."""
-
     judged: tuple[str, ...] = ()
     """Arguments of the program that judges the files which the engine opens; empty: none are judged."""
 
@@ -90,23 +92,22 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
     opened = [path for path in (deployment.target_path, None if stored is not None else directory) if path is not None]
     if rules is not None and opened:
         judged = ("--rules", rules.with_job(revision.job_id).model_dump_json(), "--opened", *opened)
-    if isinstance(deployment.engine, EmbeddedEnginePods):
+    shared = deployment.engine
+    if not isinstance(shared, LaunchPlan):
         use = revision.use.model_copy(update={"drafter_dir": directory})
-        return EngineLine(command=literal(deployment.engine.argv(use, deployment.cluster.port)), ready_path="/health",
+        return EngineLine(command=literal(shared(use, deployment.cluster.port)), ready_path="/health",
                           drafter=drafter, fetch=stored, judged=judged)
-    shared = deployment.engine.plan
     plan = replace(
         shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
         port=deployment.cluster.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
         context_length=revision.use.context_length or shared.context_length,
         key_file=None if deployment.cluster.key_secret is None else f"{KEY_DIR}/{KEY_FILE}",
-        plugin_root=None if deployment.fetch_image is None else PLUGIN_DIR)  # else the engine's image has it
+        plugin_root=PLUGIN_DIR)
     line = (*deployment.cluster.python, "-m", GUARDED_MODULE, *launch_arguments(plan))
     environment = dict(zip(names := launch_environment(plan), literal(names.values()), strict=True))
     return EngineLine(command=literal(line), ready_path="/ready", environment=environment,
-                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored,
-                      plugin=plan.plugin_root is not None, judged=judged)
+                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored, judged=judged)
 
 
 def literal(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     first = [] if deployment.cached_target is None else [_prefetcher(deployment, deployment.cached_target)]
     if line.fetch is not None:
         first.append(_fetcher(deployment, line))
-    elif line.drafter is not None and deployment.fetch_image is not None and isinstance(placement.work, VolumeWork):
+    elif line.drafter is not None and isinstance(placement.work, VolumeWork):
         # Compares the drafter's files on the work volume with the manifest of the stage that made them.
         first.append(_ours(deployment, "verify-drafter", _work_mounts(placement), "eyrie_api.artifacts.verify",
                            *literal(("--path", line.drafter.facts.directory))))
@@ -153,7 +154,7 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
         # In the pod, whose volumes hold the files: a link may have been changed since the job was submitted.
         first.append(_ours(deployment, "judge-files", _work_mounts(placement), "eyrie_api.artifacts.verify",
                            *literal(line.judged)))
-    if line.plugin:
+    if isinstance(deployment.engine, LaunchPlan):  # whose image need not have our package
         first.append(_ours(deployment, "bring-plugin", [{"name": "plugin", "mountPath": PLUGIN_DIR}],
                            "eyrie_workers.sglang.plugin_files", "--directory", PLUGIN_DIR))
     if first:
@@ -227,9 +228,9 @@ def _ours(deployment: EndpointDeployment, name: str, mounts: list[Manifest], mod
           *arguments: str) -> Manifest:
     """An init container that runs a module of Eyrie, from the image that contains it."""
     return {
-        "name": name, "image": deployment.fetch_image or deployment.placement.image,
+        "name": name, "image": deployment.fetch_image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": [*(deployment.fetch_python or deployment.cluster.python), "-m", module, *arguments],
+        "command": [*deployment.fetch_python, "-m", module, *arguments],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "terminationMessagePolicy": _TERMINATION_POLICY, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
@@ -274,16 +275,16 @@ def _volumes(deployment: EndpointDeployment, line: EngineLine,
         add("drafter", {"emptyDir": {}}, DRAFTER_DIR, read_only=True)
         if isinstance(work, S3Work) and work.credentials_secret is not None:
             add("artifacts", {"secret": {"secretName": work.credentials_secret, "defaultMode": 0o440}}, None)
-    if line.plugin:
+    if isinstance(deployment.engine, LaunchPlan):
         add("plugin", {"emptyDir": {}}, PLUGIN_DIR, read_only=True)
     if adaptive_map is not None:
         add("adaptive", {"configMap": {"name": adaptive_map}}, ADAPTIVE_DIR, read_only=True)
     if deployment.cluster.key_secret is not None:
         add("key", {"secret": {"secretName": deployment.cluster.key_secret, "defaultMode": 0o440,
                                "items": [{"key": KEY_FILE, "path": KEY_FILE}]}}, KEY_DIR, read_only=True)
-    hosts = [{"name": mount["name"], "hostPath": {"path": host.path, "type": "Directory"}}
-             for mount, host in zip(_host_mounts(placement), placement.host_paths, strict=True)]
-    return [*volumes, *zip(hosts, _host_mounts(placement), strict=True)]
+    for mount, host in zip(_host_mounts(placement), placement.host_paths, strict=True):
+        volumes.append(({"name": mount["name"], "hostPath": {"path": host.path, "type": "Directory"}}, mount))
+    return volumes
 
 
 def _work_mounts(placement: Placement) -> list[Manifest]:
@@ -302,9 +303,7 @@ def _scheduling(placement: Placement) -> Manifest:
     wanted: Manifest = {
         "serviceAccountName": placement.service_account, "priorityClassName": placement.priority_class,
         "imagePullSecrets": [{"name": name} for name in placement.image_pull_secrets],
-        "nodeSelector": dict(placement.node_selector),
+        "nodeSelector": placement.node_labels,
         "tolerations": [toleration.model_dump(exclude_none=True) for toleration in placement.tolerations],
     }
-    if placement.gpu_type is not None:
-        wanted["nodeSelector"][placement.gpu_type_label] = placement.gpu_type
     return {name: value for name, value in wanted.items() if value}

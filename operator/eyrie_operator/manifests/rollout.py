@@ -22,7 +22,7 @@ A revision that serves is healthy while one replica is available. One that is to
 all requests as soon as its canary has passed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -118,25 +118,17 @@ def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> Se
                    health_timeout_s=max(policy.health_timeout_s, deployment.cluster.startup_timeout_s))
 
 
-def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> RolloutState:
-    """The state read back from the endpoint's objects; other objects are ignored."""
-    engines: set[int] = set()
-    entry: Mapping[str, Any] | None = None
-    for each in objects:
-        labels = each["metadata"].get("labels", {})
-        if labels.get(ENDPOINT_LABEL) != endpoint:
-            continue
-        if each["kind"] == WORKLOAD:
-            engines.add(int(labels[REVISION_LABEL]))
-        elif each["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
-            entry = each
-    wanted = RolloutState(engines=tuple(sorted(engines)))
+def current_state(objects: Collection[_Object]) -> RolloutState:
+    """The state read back from the endpoint's objects."""
+    engines = tuple(sorted(_revision_of(each) for each in objects if each["kind"] == WORKLOAD))
+    entry = next((each for each in objects if each["kind"] == "Service"
+                  and each["metadata"]["labels"].get(ROLE_LABEL) == ENTRY), None)
     if entry is None:
-        return wanted
+        return RolloutState(engines=engines)
     selected, notes = entry["spec"]["selector"][REVISION_LABEL], entry["metadata"].get("annotations", {})
     canary = ObservedCanary(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
                             datetime.fromisoformat(notes[CANARY_SINCE])) if CANARY_REVISION in notes else None
-    return replace(wanted, open=True, serving=None if selected == NO_REVISION else int(selected), canary=canary)
+    return RolloutState(True, engines, None if selected == NO_REVISION else int(selected), canary)
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
@@ -151,44 +143,33 @@ def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
                  and (each["kind"], each["metadata"]["name"]) not in rendered)
 
 
-def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int,
-                     answers: tuple[int, int] = (0, 0)) -> ObservedEndpoint:
-    """The observation for the plan, without acceptance windows, which the caller adds from metrics.
+def observe_endpoint(objects: Collection[_Object], *, replicas: int) -> ObservedEndpoint:
+    """The observation for the plan, without what metrics say, which the caller adds: acceptance windows, and the
+    canary's answers, without which it advances by time alone.
 
     objects   everything that carries the endpoint's label: what `rollout.KINDS` names, and pods
-    answers   answered and failed requests of the canary since it has its share; without them a canary advances by
-              time alone
-    """
-    listed = list(objects)
-    current = current_state(endpoint, listed)
-    canary = None if current.canary is None else replace(current.canary, answered=answers[0], errors=answers[1])
-    return ObservedEndpoint(
-        gateway_alive=current.open, routed=current.serving, canary=canary,
-        engines=observe_engines(endpoint, listed, serving=current.serving, replicas=replicas))
-
-
-def observe_engines(endpoint: str, objects: Iterable[_Object], *, serving: int | None,
-                    replicas: int) -> tuple[ObservedEngine, ...]:
-    """Every engine of the endpoint, by revision; acceptance windows are zero.
-
-    objects   workloads and pods; others are ignored
     replicas  replicas that a candidate must have
     """
-    ours = [each for each in objects if each["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint]
-    engines = []
-    for workload in ours:
-        if workload["kind"] != WORKLOAD:
-            continue
-        revision = int(workload["metadata"]["labels"][REVISION_LABEL])
-        pods = [each for each in ours if each["kind"] == "Pod"
-                and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)
-                and "deletionTimestamp" not in each["metadata"]]
-        engines.append(_engine(workload, revision, pods, needed=1 if revision == serving else replicas))
-    return tuple(sorted(engines, key=lambda engine: engine.revision))
+    current = current_state(objects)
+    engines = [_engine(each, objects, needed=1 if _revision_of(each) == current.serving else replicas)
+               for each in objects if each["kind"] == WORKLOAD]
+    return ObservedEndpoint(gateway_alive=current.open, routed=current.serving, canary=current.canary,
+                            engines=tuple(sorted(engines, key=lambda engine: engine.revision)))
 
 
-def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: int) -> ObservedEngine:
-    status = workload.get("status", {})
+def _revision_of(workload: _Object) -> int:
+    return int(workload["metadata"]["labels"][REVISION_LABEL])
+
+
+def _pods_of(objects: Iterable[_Object], revision: int) -> list[_Object]:
+    """Those of a revision that are not being deleted."""
+    return [each for each in objects if each["kind"] == "Pod"
+            and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)
+            and "deletionTimestamp" not in each["metadata"]]
+
+
+def _engine(workload: _Object, objects: Iterable[_Object], *, needed: int) -> ObservedEngine:
+    status, pods = workload.get("status", {}), _pods_of(objects, _revision_of(workload))
     statuses = [container for pod in pods for container in (*pod.get("status", {}).get("initContainerStatuses", ()),
                                                             *pod.get("status", {}).get("containerStatuses", ()))]
     up_to_date = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
@@ -204,7 +185,8 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
     wait = None if message else next(filter(None, map(why_waiting, pods)), None)
     healthy = state == "healthy"
     return ObservedEngine(
-        revision=revision, state=state, started_at=datetime.fromisoformat(workload["metadata"]["creationTimestamp"]),
+        revision=_revision_of(workload), state=state,
+        started_at=datetime.fromisoformat(workload["metadata"]["creationTimestamp"]),
         starts=0 if healthy else 1 + max((container.get("restartCount", 0) for container in statuses), default=0),
         unready_since=None if healthy else min(filter(None, map(_unready_since, pods)), default=None),
         message="" if healthy else message or (wait.message if wait else ""), wait=None if healthy else wait)
@@ -213,10 +195,8 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
 def drafter_failure(objects: Iterable[_Object], revision: int) -> str:
     """Why the pods of a revision could not get its drafter, by the exit code of the program that fetches or compares
     it; empty if they could. Pure."""
-    pods = [each for each in objects if each["kind"] == "Pod"
-            and each["metadata"].get("labels", {}).get(REVISION_LABEL) == str(revision)
-            and "deletionTimestamp" not in each["metadata"]]
-    for container in (one for pod in pods for one in pod.get("status", {}).get("initContainerStatuses", ())):
+    for container in (one for pod in _pods_of(objects, revision)
+                      for one in pod.get("status", {}).get("initContainerStatuses", ())):
         states = (container.get(state, {}).get("terminated") or {} for state in ("state", "lastState"))
         if container["name"] in DRAFTER_PROGRAMS and any(
                 ended.get("exitCode") in (ArtifactMissing.exit_code, ArtifactCorrupt.exit_code) for ended in states):

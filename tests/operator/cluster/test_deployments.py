@@ -22,13 +22,11 @@ from eyrie_api.settings import Settings
 from eyrie_operator.cluster.deployments import Deployments, Drafters, stored_at
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
-    EmbeddedEnginePods,
     EndpointDeployment,
-    SglangPods,
     StoredDrafter,
     Undeployable,
 )
-from eyrie_workers.sglang.launch import launch_arguments
+from eyrie_workers.sglang.launch import LaunchPlan, launch_arguments
 from tests.api.artifacts.conftest import make_bucket
 from tests.api.samples import benchmark_report, finish_stage, job_body
 from tests.operator.manifests.samples import CHAIN, CORE, endpoint, revision
@@ -72,8 +70,8 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert made.placement.requests == {"cpu": "8", "memory": "64Gi"}
     assert (made.placement.image, made.placement.queue) == ("sglang:test", "team")
     assert made.placement.work == VolumeWork(claim="work")
-    assert isinstance(made.engine, SglangPods)
-    assert (made.engine.plan.engine.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
+    assert isinstance(made.engine, LaunchPlan)
+    assert (made.engine.engine.tp_size, made.engine.machine.name) == (2, "a100-80gb")
     assert made.cluster.gateway is not None
     assert made.cluster.gateway.hostnames == ("chat.example.org",)
     assert made.cluster.run_as == 0
@@ -84,8 +82,8 @@ def test_the_jobs_arguments_are_in_the_command_of_sglangs_pods(tmp_path: Path) -
     serve = EndpointServeSpec.model_validate({"engine": {"kind": "sglang", "attention_backend": "triton",
         "sglang_arguments": {"disable_decode_cuda_graph": True, "mem_fraction_static": 0.5}}})
     made = deployed(tmp_path, serve)
-    assert isinstance(made.engine, SglangPods)
-    line = launch_arguments(made.engine.plan)
+    assert isinstance(made.engine, LaunchPlan)
+    line = launch_arguments(made.engine)
     assert line[line.index("--attention-backend") + 1] == "triton"
     assert line[line.index("--mem-fraction-static") + 1] == "0.5"
     assert "--disable-decode-cuda-graph" in line
@@ -93,9 +91,9 @@ def test_the_jobs_arguments_are_in_the_command_of_sglangs_pods(tmp_path: Path) -
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:
     made = deployed(tmp_path, EndpointServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
-    assert isinstance(made.engine, EmbeddedEnginePods)
+    assert not isinstance(made.engine, LaunchPlan)
     use = DrafterUse(drafter_dir="/d", setting=CHAIN)
-    line = list(made.engine.argv(use, 30000))
+    line = list(made.engine(use, 30000))
     assert DrafterUse.model_validate_json(line[line.index("--use") + 1]) == use
     assert line[:5] == ["/opt/python", "-X", "dev", "-m", "eyrie_workers.engines.server"]
     for pair in (["--host", "0.0.0.0"], ["--port", "30000"], ["--max-concurrency", "5"],
@@ -107,8 +105,8 @@ def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(
 def test_our_engine_ends_its_answers_before_its_pod_is_killed(tmp_path: Path) -> None:
     for timeout_s, leave_s, drain in ((600.0, 10.0, "580"), (20.0, 2.0, "9")):
         made = deployed(tmp_path, EndpointServeSpec(drain_s=1.0), drain_timeout_s=timeout_s, leave_delay_s=leave_s)
-        assert isinstance(made.engine, EmbeddedEnginePods)
-        line = list(made.engine.argv(DrafterUse(), 30000))
+        assert not isinstance(made.engine, LaunchPlan)
+        line = list(made.engine(DrafterUse(), 30000))
         assert line[line.index("--drain-s") + 1] == drain
 
 
@@ -116,8 +114,8 @@ def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attentio
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
     made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, target="org/big")
-    assert isinstance(made.engine, SglangPods)
-    target = made.engine.plan.target
+    assert isinstance(made.engine, LaunchPlan)
+    target = made.engine.target
     assert (target.architecture, target.num_layers, target.context_length) == ("LlamaForCausalLM", 32, 2048)
     windowed = drafter_at(tmp_path / "windowed", "GptOssForCausalLM")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(windowed), setting=CHAIN))
@@ -130,20 +128,20 @@ def test_engines_read_a_target_of_the_hub_in_the_model_cache_and_others_where_th
     drafter = drafter_at(tmp_path / "plain")
     row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
     made = deployed(tmp_path, EndpointServeSpec(engine=EngineSpec(kind="sglang")), row, "org/big", cache, "refs/pr/1")
-    assert isinstance(made.engine, SglangPods)
-    target = made.engine.plan.target
+    assert isinstance(made.engine, LaunchPlan)
+    target = made.engine.target
     assert target.model == "/var/cache/eyrie/models/models--org--big/eyrie/@refs%2Fpr%2F1"
     assert target.revision is None
     assert made.cached_target == CachedTarget(cache, TargetSpec(model="org/big", revision="refs/pr/1"))
     made = deployed(tmp_path, EndpointServeSpec(), target="org/big", cache=cache)
-    assert isinstance(made.engine, EmbeddedEnginePods)
-    line = list(made.engine.argv(DrafterUse(), 30000))
+    assert not isinstance(made.engine, LaunchPlan)
+    line = list(made.engine(DrafterUse(), 30000))
     assert line[line.index("--target") + 1] == "/var/cache/eyrie/models/models--org--big/eyrie/@main"
     for name in ("quickstart", "/models/big"):
         made = deployed(tmp_path, EndpointServeSpec(), target=name, cache=cache)
         assert made.cached_target is None
-        assert isinstance(made.engine, EmbeddedEnginePods)
-        assert name in made.engine.argv(DrafterUse(), 30000)
+        assert not isinstance(made.engine, LaunchPlan)
+        assert name in made.engine(DrafterUse(), 30000)
 
 
 def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked_for(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from eyrie_operator.cluster import endpoints as cluster_endpoints
 from eyrie_operator.cluster.client import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader
-from eyrie_operator.cluster.reconcile import EndpointObjects
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.deployment import REVISION_LABEL, Owner
 from eyrie_operator.unscheduled import GRACE
@@ -466,7 +465,7 @@ def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harnes
     assert harness.server.objects == {}
     assert harness.condition("Serving").reason == "Off"
     reconciler.sweep()
-    assert not EndpointObjects.of(reconciler.cache.known("chat"), "u-7").objects
+    assert not reconciler.cache.known("chat")
     harness.endpoints.set_desired("chat", "on")
     settle(reconciler)
     harness.server.run("eyrie-chat-r1")
@@ -477,11 +476,15 @@ def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harnes
 def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(harness: Harness) -> None:
     harness.owner = Owner(uid="u-7", name="chat")
     reconciler = harness.serve_bare()
-    assert EndpointObjects.of(reconciler.cache.known("chat"), "u-7").owned
+    known = reconciler.cache.known("chat")
+    assert known
+    assert all(one["metadata"]["ownerReferences"][0]["uid"] == "u-7" for one in known if one["kind"] != "Pod")
     harness.owner = None
     settle(reconciler)
     reconciler.sweep()
-    assert EndpointObjects.of(reconciler.cache.known("chat"), "u-7") == EndpointObjects(objects=True, owned=False)
+    known = reconciler.cache.known("chat")
+    assert known
+    assert not any("ownerReferences" in one["metadata"] for one in known if one["kind"] != "Pod")
 
 
 def test_objects_of_an_unknown_endpoint_are_left_alone(harness: Harness) -> None:

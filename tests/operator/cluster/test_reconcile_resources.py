@@ -13,20 +13,17 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.quotas import QuotaReached
 from eyrie_operator.cluster.reconcile import (
     Actions,
-    AddFinalizer,
     Annotate,
     ChangeJob,
     CreateEndpoint,
     CreateJob,
     DeleteResource,
-    EndpointObjects,
     JobHistory,
-    PostEvent,
     RecordWaiting,
-    RemoveFinalizer,
     RemoveWaiting,
     RequeueAfter,
     SetDesired,
+    SetFinalizer,
     UpdateMirror,
     UpdateServing,
     UpdateStatus,
@@ -42,6 +39,7 @@ from eyrie_operator.cluster.resources import (
     SUSPENDED_ANNOTATION,
     EndpointResource,
     JobResource,
+    KubernetesEvent,
     mirror_of,
     mirror_of_endpoint,
     read_endpoint,
@@ -49,7 +47,8 @@ from eyrie_operator.cluster.resources import (
 )
 from tests.operator.cluster.objects import NOW, UID, cancelled, conditions, drafter_job, job, projected, succeeded
 
-RELEASED = (RemoveFinalizer(),)
+RELEASED = (SetFinalizer(held=False),)
+WORKLOADS = [{"kind": "Deployment", "metadata": {}}]
 
 
 def seen_job(raw: dict[str, Any], mirrors: str = "team") -> JobResource:
@@ -71,7 +70,7 @@ def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
 
 def test_an_applied_object_is_held_and_submitted_with_its_uid_as_key_and_label() -> None:
     hold, create = look(drafter_job(held=False), None)
-    assert hold == AddFinalizer()
+    assert hold == SetFinalizer(held=True)
     assert isinstance(create, CreateJob)
     assert create.key == UID
     assert create.spec.labels == {UID_LABEL: UID, "kubernetes-namespace": "team", "kubernetes-name": "mine"}
@@ -93,16 +92,16 @@ def test_a_status_whose_conditions_the_server_keeps_in_another_order_is_not_writ
 def test_a_change_is_written_once_with_one_event_per_changed_condition() -> None:
     raw = settled(drafter_job(), job())
     actions = look(raw, job("Running", ("Trained", "Unknown", "Running")))
-    assert [one.event.reason for one in actions if isinstance(one, PostEvent)] == ["Running"]
+    assert [one.reason for one in actions if isinstance(one, KubernetesEvent)] == ["Running"]
     assert isinstance(actions[-1], UpdateStatus)
     assert conditions(actions)["Trained"] == ("Unknown", "Running")
 
 
 def test_events_of_the_same_transition_have_the_same_name() -> None:
-    first = [one for one in look(drafter_job(), succeeded()) if isinstance(one, PostEvent)]
-    again = [one for one in look(drafter_job(), succeeded()) if isinstance(one, PostEvent)]
+    first = [one for one in look(drafter_job(), succeeded()) if isinstance(one, KubernetesEvent)]
+    again = [one for one in look(drafter_job(), succeeded()) if isinstance(one, KubernetesEvent)]
     assert first == again
-    assert len({one.event.name for one in first}) == len(first) == 2
+    assert len({one.name for one in first}) == len(first) == 2
 
 
 def test_times_are_whole_seconds_in_utc_and_generations_are_the_objects() -> None:
@@ -235,14 +234,14 @@ def test_a_running_job_has_no_time_to_live() -> None:
 def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_is_gone() -> None:
     waiting = look(drafter_job(deleting=True), job())
     assert ChangeJob("delete", "job-abc") in waiting
-    assert not any(isinstance(one, RemoveFinalizer) for one in waiting)
+    assert not any(isinstance(one, SetFinalizer) for one in waiting)
     assert look(drafter_job(deleting=True), None) == RELEASED
     assert look(drafter_job(deleting=True, held=False), None) == ()
 
 
 def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
     actions = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
-    assert not any(isinstance(one, ChangeJob | RemoveFinalizer) for one in actions)
+    assert not any(isinstance(one, ChangeJob | SetFinalizer) for one in actions)
     assert conditions(actions)["Deleted"] == ("False", "EndpointServes")
     assert "support" in projected(actions)["conditions"][-1]["message"]
 
@@ -298,57 +297,57 @@ def endpoint(**changes: Any) -> Endpoint:
 def test_an_applied_endpoint_is_made_under_the_objects_own_name() -> None:
     raw = draft_endpoint(serve={"endpoint": "another"})
     _, create = reconcile_endpoint(seen_endpoint({**raw, "metadata": {**raw["metadata"], "finalizers": []}}), None,
-                                   "quickstart", NOW)
+                                   NOW)
     assert isinstance(create, CreateEndpoint)
-    assert (create.name, create.serve.endpoint) == ("support", "support")
+    assert create.serve.endpoint == "support"
 
 
 def test_an_endpoint_is_switched_as_its_object_says_and_off_before_it_is_let_go() -> None:
-    off = reconcile_endpoint(seen_endpoint(draft_endpoint(desired="off")), endpoint(), "quickstart", NOW)
-    assert SetDesired("support", "off") in off
+    off = reconcile_endpoint(seen_endpoint(draft_endpoint(desired="off")), endpoint(), NOW)
+    assert SetDesired("off") in off
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
-    assert SetDesired("support", "off") in reconcile_endpoint(seen_endpoint(deleting), endpoint(), "quickstart", NOW)
-    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == RELEASED
+    assert SetDesired("off") in reconcile_endpoint(seen_endpoint(deleting), endpoint(), NOW)
+    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(desired="off"), NOW) == RELEASED
 
 
 def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
-    actions = reconcile_endpoint(seen_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(draft_endpoint()), endpoint(target="other"), NOW)
     assert conditions(actions) == {"Accepted": ("False", "TargetDiffers")}
     assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in actions)
 
 
 def test_of_two_endpoints_of_one_name_the_younger_is_refused_and_switches_nothing() -> None:
     off = seen_endpoint(draft_endpoint(desired="off"))
-    actions = reconcile_endpoint(off, endpoint(), "quickstart", NOW, "other/support")
+    actions = reconcile_endpoint(off, endpoint(), NOW, "other/support")
     assert conditions(actions) == {"Accepted": ("False", "NameTaken")}
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
-    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == RELEASED
+    assert reconcile_endpoint(seen_endpoint(deleting), endpoint(), NOW, "other/support") == RELEASED
 
 
 def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> None:
     row = endpoint(revisions=[{"number": 1, "job_id": None, "checkpoint": None, "tree": None, "drafter_dir": None,
                                "created_at": NOW - timedelta(hours=1), "reason": "bare", "state": "active"}])
     raw = draft_endpoint()
-    actions = reconcile_endpoint(seen_endpoint(raw), row, "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(raw), row, NOW)
     assert projected(actions)["url"] == "http://127.0.0.1:1/v1"
     assert projected(actions)["revisions"][0]["setting"] == "off"
     later = NOW + timedelta(minutes=5)
-    assert reconcile_endpoint(seen_endpoint({**raw, "status": projected(actions)}), row, "quickstart", later) == ()
+    assert reconcile_endpoint(seen_endpoint({**raw, "status": projected(actions)}), row, later) == ()
 
 
 def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says_otherwise() -> None:
     raw, row = draft_endpoint(serve={"endpoint": "support", "replicas": 3}), endpoint()
     served = EndpointServeSpec(endpoint="support", port=4711)
-    actions = reconcile_endpoint(seen_endpoint(raw), row, "quickstart", NOW, serve=served)
+    actions = reconcile_endpoint(seen_endpoint(raw), row, NOW, serve=served)
     wanted = EndpointServeSpec(endpoint="support", port=4711, replicas=3)
-    assert UpdateServing("support", wanted) in actions
+    assert UpdateServing(wanted) in actions
     assert projected(actions)["observedGeneration"] == 1
     seen = seen_endpoint({**raw, "status": projected(actions)})
-    assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=wanted) == ()
+    assert reconcile_endpoint(seen, row, NOW, serve=wanted) == ()
     promoted = wanted.model_copy(update={"replicas": None})
-    assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=promoted) == ()
+    assert reconcile_endpoint(seen, row, NOW, serve=promoted) == ()
 
 
 def mirrored(row: Endpoint, serve: EndpointServeSpec, **spec: Any) -> dict[str, Any]:
@@ -361,29 +360,29 @@ def mirrored(row: Endpoint, serve: EndpointServeSpec, **spec: Any) -> dict[str, 
 def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> None:
     serve = EndpointServeSpec(endpoint="support")
     raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
-    first = reconcile_endpoint(seen_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    first = reconcile_endpoint(seen_endpoint(raw), endpoint(), NOW, serve=serve)
     assert not any(isinstance(one, SetDesired | UpdateServing | UpdateMirror) for one in first)
-    actions = reconcile_endpoint(seen_endpoint(raw), off, "quickstart", NOW, serve=serve)
-    assert UpdateMirror("support") in actions
+    actions = reconcile_endpoint(seen_endpoint(raw), off, NOW, serve=serve)
+    assert UpdateMirror() in actions
     assert not any(isinstance(one, SetDesired) for one in actions)
 
 
 def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
     serve = EndpointServeSpec(endpoint="support")
     raw = mirrored(endpoint(), serve, desired="off")
-    actions = reconcile_endpoint(seen_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
-    assert SetDesired("support", "off") in actions
-    done = reconcile_endpoint(seen_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
-    assert UpdateMirror("support") in done
+    actions = reconcile_endpoint(seen_endpoint(raw), endpoint(), NOW, serve=serve)
+    assert SetDesired("off") in actions
+    done = reconcile_endpoint(seen_endpoint(raw), endpoint(desired="off"), NOW, serve=serve)
+    assert UpdateMirror() in done
     with_digest = mirrored(endpoint(desired="off"), serve)
-    later = reconcile_endpoint(seen_endpoint(with_digest), endpoint(), "quickstart", NOW, serve=serve)
-    assert UpdateMirror("support") in later
+    later = reconcile_endpoint(seen_endpoint(with_digest), endpoint(), NOW, serve=serve)
+    assert UpdateMirror() in later
     assert not any(isinstance(one, SetDesired) for one in later)
 
 
 def test_a_mirror_without_a_row_makes_none() -> None:
     raw = mirrored(endpoint(), EndpointServeSpec(endpoint="support"))
-    actions = reconcile_endpoint(seen_endpoint(raw), None, "quickstart", NOW)
+    actions = reconcile_endpoint(seen_endpoint(raw), None, NOW)
     assert conditions(actions) == {"Accepted": ("False", "EndpointUnknown")}
     assert not any(isinstance(one, CreateEndpoint) for one in actions)
 
@@ -392,16 +391,15 @@ def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     off = endpoint(desired="off")
-    waits = reconcile_endpoint(seen_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects(objects=True))
+    waits = reconcile_endpoint(seen_endpoint(deleting), off, NOW, existing=WORKLOADS)
     assert [type(one) for one in waits] == [RequeueAfter]
-    assert reconcile_endpoint(seen_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects()) == RELEASED
+    assert reconcile_endpoint(seen_endpoint(deleting), off, NOW) == RELEASED
 
 
 def test_an_endpoint_that_is_kept_is_let_go_when_nothing_of_it_would_be_taken_along() -> None:
     kept = draft_endpoint()
     kept["metadata"] |= {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {OUTSIDE_ANNOTATION: "keep"}}
-    owned = EndpointObjects(objects=True, owned=True)
-    waits = reconcile_endpoint(seen_endpoint(kept), endpoint(), "quickstart", NOW, existing=owned)
+    owned = [{"kind": "Deployment", "metadata": {"ownerReferences": [{"uid": kept["metadata"]["uid"]}]}}]
+    waits = reconcile_endpoint(seen_endpoint(kept), endpoint(), NOW, existing=owned)
     assert [type(one) for one in waits] == [RequeueAfter]
-    disowned = EndpointObjects(objects=True)
-    assert reconcile_endpoint(seen_endpoint(kept), endpoint(), "quickstart", NOW, existing=disowned) == RELEASED
+    assert reconcile_endpoint(seen_endpoint(kept), endpoint(), NOW, existing=WORKLOADS) == RELEASED

@@ -15,11 +15,9 @@ from eyrie_api.planning.sglang_attention import profile
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
     DrafterFiles,
-    EmbeddedEnginePods,
     EndpointDeployment,
     Manifest,
     Owner,
-    SglangPods,
     StoredDrafter,
 )
 from eyrie_operator.manifests.objects import render_endpoint
@@ -75,7 +73,7 @@ def deployment(**changes: Any) -> EndpointDeployment:
     ours = {field.name for field in fields(EndpointDeployment)}
     given = ServingSpec.model_validate({"namespace": "serving", "placement": PLACEMENT,
                                         **{name: value for name, value in changes.items() if name not in ours}})
-    return replace(EndpointDeployment(given, PLACEMENT, SglangPods(PLAN), drafters=files, served=CORE),
+    return replace(EndpointDeployment(given, PLACEMENT, PLAN, "eyrie:1", ("python3",), drafters=files, served=CORE),
                    **{name: value for name, value in changes.items() if name in ours})
 
 
@@ -100,7 +98,7 @@ def embedded(**changes: Any) -> EndpointDeployment:
         return ["python3", *EngineCommand(target="quickstart", model="q", use=use, host="0.0.0.0",
                                           port=port).argv()[1:]]
 
-    return deployment(**({"engine": EmbeddedEnginePods(argv),
+    return deployment(**({"engine": argv,
                           "placement": Placement(image="eyrie-workers:test")} | changes))
 
 

@@ -23,13 +23,12 @@ from eyrie_api.planning.sglang_attention import profile
 from eyrie_api.planning.sglang_support import Unlaunchable
 from eyrie_operator.manifests.deployment import (
     CachedTarget,
-    EmbeddedEnginePods,
     EndpointDeployment,
-    SglangPods,
     StoredDrafter,
     Undeployable,
     object_name,
 )
+from eyrie_workers.sglang.launch import LaunchPlan
 from eyrie_workers.sglang.plugin_files import PACKAGE
 from tests.operator.manifests.samples import (
     ADAPTIVE,
@@ -120,7 +119,7 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
         assert (live["httpGet"]["path"], live["failureThreshold"]) == ("/health", 3)
         assert 25 <= live["timeoutSeconds"] <= live["periodSeconds"]
-        sglang = isinstance(result.engine, SglangPods)
+        sglang = isinstance(result.engine, LaunchPlan)
         assert ready["httpGet"]["path"] == ("/ready" if sglang else "/health")
         assert {each["httpGet"]["port"] for each in (startup, live, ready)} == {container["ports"][0]["name"]}
 
@@ -228,7 +227,7 @@ def test_an_init_container_fills_the_model_cache_and_the_engine_only_reads_it(vo
 
 
 def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_brings_to_its_own_image() -> None:
-    [pod] = pods(render(endpoint(active=1), deployment(fetch_image="eyrie:1")))
+    [pod] = pods(render(endpoint(active=1), deployment()))
     bringer = one_container(pod["spec"]["initContainers"])
     directory = flag(bringer, "--directory")
     assert engine(pod)["command"][:3] == ["python3", "-m", f"{PACKAGE}.guarded"]
@@ -236,23 +235,19 @@ def test_pods_start_sglang_behind_the_filter_of_paths_which_an_init_container_br
     assert {"name": "PYTHONPATH", "value": directory} in engine(pod)["env"]
     for container in (bringer, engine(pod)):
         assert "plugin" in [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == directory]
-    [without] = pods(render(endpoint(active=1), deployment()))  # its own image has Eyrie
-    assert engine(without)["command"] == engine(pod)["command"]
-    assert "initContainers" not in without["spec"]
-    assert "PYTHONPATH" not in {each["name"] for each in engine(without)["env"]}
 
 
 def test_an_architecture_that_needs_our_model_classes_is_given_our_package() -> None:
-    needing = SglangPods(replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM")))
+    needing = replace(PLAN, target=replace(PLAN.target, architecture="Olmo3ForCausalLM"))
     named = {"name": "SGLANG_EXTERNAL_MODEL_PACKAGE", "value": PACKAGE}
-    [pod] = pods(render(endpoint(active=1), deployment(engine=needing, fetch_image="eyrie:1")))
+    [pod] = pods(render(endpoint(active=1), deployment(engine=needing)))
     assert named in engine(pod)["env"]
-    [plain] = pods(render(endpoint(active=1), deployment(fetch_image="eyrie:1")))
+    [plain] = pods(render(endpoint(active=1), deployment()))
     assert named not in engine(plain)["env"]
 
 
 def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
-    result = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
+    result = deployment(placement=PLACEMENT.model_copy(update={"work": S3}))
     bare, drafted = pods(render(endpoint(active=1, candidate=2), result))
     assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
     fetcher = first(drafted, "fetch-drafter")
@@ -269,7 +264,7 @@ def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> Non
 
 
 def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_loads_it() -> None:
-    bare, drafted = pods(render(endpoint(active=1, candidate=2), deployment(fetch_image="eyrie:1")))
+    bare, drafted = pods(render(endpoint(active=1, candidate=2), deployment()))
     assert [one["name"] for one in bare["spec"]["initContainers"]] == ["bring-plugin"]
     verifier = first(drafted, "verify-drafter")
     assert verifier["image"] == "eyrie:1"
@@ -282,7 +277,7 @@ def test_a_drafter_on_a_volume_is_compared_with_its_manifest_before_the_engine_l
 
 def test_files_that_an_engine_opens_are_judged_in_its_pod_by_the_rules_of_its_endpoint() -> None:
     rules = ReadRules(home="/var/lib/eyrie", places=("jobs/data",))
-    given = deployment(fetch_image="eyrie:1", reads=rules, target_path="/models/$(chat)")
+    given = deployment(reads=rules, target_path="/models/$(chat)")
     bare, drafted = pods(render(endpoint(active=1, candidate=2), given))
     for pod, job, opened in ((bare, None, []), (drafted, "j2", ["/var/lib/eyrie/jobs/j2/c"])):
         judge = first(pod, "judge-files")
@@ -291,10 +286,10 @@ def test_files_that_an_engine_opens_are_judged_in_its_pod_by_the_rules_of_its_en
         assert judge["command"][after:] == ["/models/$$(chat)", *opened]
         assert [mount["mountPath"] for mount in judge["volumeMounts"]] == ["/var/lib/eyrie"]
     for pod in pods(render(endpoint(active=1, candidate=2), deployment(
-            fetch_image="eyrie:1", reads=None, target_path="/models/chat"))):
+            reads=None, target_path="/models/chat"))):
         assert "judge-files" not in [one["name"] for one in pod["spec"]["initContainers"]]
     [hub] = pods(render(endpoint(active=1), deployment(reads=rules)))
-    assert [one["name"] for one in hub["spec"].get("initContainers", [])] == []
+    assert [one["name"] for one in hub["spec"]["initContainers"]] == ["bring-plugin"]
 
 
 def test_the_program_that_judges_refuses_what_links_lead_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,9 +341,9 @@ def test_long_endpoint_names_keep_apart() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpus", {"engine": SglangPods(replace(PLAN, engine=EngineSpec(kind="sglang", tp_size=2)))},
+    ("gpus", {"engine": replace(PLAN, engine=EngineSpec(kind="sglang", tp_size=2))},
      "tp_size 2 .*num_gpus 1"),
-    ("cpu with gpus", {"engine": SglangPods(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
+    ("cpu with gpus", {"engine": replace(PLAN, machine=profile("cpu"))}, "profile 'cpu'"),
     ("too few replicas", {"autoscale": autoscale(1), "replicas": 2}, "max_replicas 1 is below replicas 2"),
     ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
 ]
@@ -427,16 +422,20 @@ def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, pl
             mounts = container["volumeMounts"]
             assert {mount["name"] for mount in mounts} <= set(volumes)
             assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
-            assert len({each["name"] for each in container["env"]}) == len(container["env"])
+            variables = container.get("env", [])
+            assert len({each["name"] for each in variables}) == len(variables)
     assert {each["apiVersion"] for each in rendered} <= EVERYTHING
 
 
 def test_the_kubelet_expands_nothing_in_a_command_that_a_user_wrote() -> None:
     named, written = "$(SECRET)/$$(SECRET)", "$$(SECRET)/$$$$(SECRET)"
     plan = replace(PLAN, target=replace(PLAN.target, model=named))
-    [pod] = pods(render(endpoint(active=1), deployment(engine=SglangPods(plan))))
+    [pod] = pods(render(endpoint(active=1), deployment(engine=plan)))
     assert flag(engine(pod), "--model-path") == written
-    ours = EmbeddedEnginePods(lambda use, port: ["python3", "--target", named])
+
+    def ours(use: DrafterUse, port: int) -> list[str]:
+        return ["python3", "--target", named]
+
     [pod] = pods(render(endpoint(active=1), embedded(engine=ours)))
     assert flag(engine(pod), "--target") == written
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from eyrie_operator.endpoints.plan import ObservedEngine
-from eyrie_operator.manifests.deployment import REVISION_LABEL
-from eyrie_operator.manifests.rollout import CRASHES, drafter_failure, observe_engines
+from eyrie_operator.manifests.deployment import ENTRY, REVISION_LABEL, ROLE_LABEL
+from eyrie_operator.manifests.rollout import CRASHES, NO_REVISION, drafter_failure, observe_endpoint
 from tests.operator.manifests.samples import deployment, endpoint, one, pods, render
 
 BORN = "2026-01-02T00:00:00Z"
@@ -22,7 +22,9 @@ def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, se
     workload["status"] = {"observedGeneration": 1} | status
     pod = {"apiVersion": "v1", "kind": "Pod", **pods(rendered)[0], "status": pod_status or {}}
     pod["metadata"] = {"name": "p", **pod["metadata"], **pod_metadata}
-    [engine] = observe_engines("chat", [*rendered, pod], serving=serving, replicas=replicas)
+    entry = next(each for each in rendered if each["metadata"]["labels"].get(ROLE_LABEL) == ENTRY)
+    entry["spec"]["selector"][REVISION_LABEL] = NO_REVISION if serving is None else str(serving)
+    [engine] = observe_endpoint([*rendered, pod], replicas=replicas).engines
     return engine
 
 
