@@ -75,27 +75,33 @@ class Gpu:
     gb_per_s: float
     """Memory bandwidth."""
 
+    compute: int
+    """CUDA compute capability without its dot (90: Hopper)."""
+
+    largest_gb: int | None = None
+    """Memory of the largest that is sold, of a type whose label names none. An A100 has 40 or 80 GB: not known."""
+
 
 # From the data sheet of each line; where it gives figures with sparsity, half of them.
 GPUS = (
     # "NVIDIA Blackwell Architecture Technical Brief", HGX B200 (those of a GB200 are higher)
-    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0),
+    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0, 100, 192),
     # "NVIDIA H200 Tensor Core GPU", H200 SXM
-    Gpu("H200", ("H200",), 989.0, 4800.0),
+    Gpu("H200", ("H200",), 989.0, 4800.0, 90),
     # "NVIDIA H100 Tensor Core GPU", H100 PCIe
-    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0),
+    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0, 90),
     # The same, H100 SXM
-    Gpu("H100", ("H100",), 989.0, 3350.0),
+    Gpu("H100", ("H100",), 989.0, 3350.0, 90),
     # "NVIDIA A100 Tensor Core GPU", A100 80GB SXM
-    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0),
+    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0, 80),
     # The same, A100 40GB
-    Gpu("A100", ("A100",), 312.0, 1555.0),
+    Gpu("A100", ("A100",), 312.0, 1555.0, 80),
     # "NVIDIA L40S"
-    Gpu("L40S", ("L40S",), 362.0, 864.0),
+    Gpu("L40S", ("L40S",), 362.0, 864.0, 89, 48),
     # "NVIDIA L4 Tensor Core GPU"
-    Gpu("L4", ("L4",), 121.0, 300.0),
+    Gpu("L4", ("L4",), 121.0, 300.0, 89, 24),
     # "NVIDIA A10 Tensor Core GPU"
-    Gpu("A10", ("A10",), 125.0, 600.0),
+    Gpu("A10", ("A10",), 125.0, 600.0, 86, 24),
 )
 ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
 """Where a job names no type that is known here."""
@@ -172,12 +178,6 @@ _SMALLEST_SERVER_GIB = 16
 """Of smaller GPUs SGLang's rule leaves next to nothing; all of their memory is counted, since what may fit is not
 refused."""
 
-_LARGEST_GB = {"B200": 192, "L40S": 48, "L4": 24, "A10": 24}
-"""Of types whose labels name no size, the largest that is sold. An A100 has 40 or 80 GB: not known."""
-
-_ENGINES: tuple[StageKey, ...] = ("benchmark", "tune", "prove")
-
-
 class _Holder(NamedTuple):
     """What loads the target onto GPUs."""
 
@@ -195,7 +195,7 @@ class _Holder(NamedTuple):
 def memory_of(gpu_type: str | None) -> int | None:
     """The most memory that a GPU of this label has, in bytes; None where that is not known."""
     named, known = named_gb(gpu_type), known_gpu(gpu_type)
-    largest = named or (None if known is None else _LARGEST_GB.get(known.name))
+    largest = named or (None if known is None else known.largest_gb)
     return None if largest is None else largest * _GIB
 
 
@@ -224,7 +224,7 @@ def served_memory(device: int, given: float | None = None) -> int:
 
 
 def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool, node_gpus: int,
-                   memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
+                   memory: Callable[[str | None], int | None]) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
 
     weights   bytes of the target as it is served
@@ -241,8 +241,7 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
                                    else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
     return [_error(holder, places, facts, given, weights if holder.is_server else computed,
-                   memory(holder.gpu_type) or 0, node_gpus)
-            for holder, places in too_small.items()]
+                   memory(holder.gpu_type) or 0, node_gpus) for holder, places in too_small.items()]
 
 
 def undivided(facts: TargetFacts, tp_size: int) -> str | None:
@@ -331,7 +330,7 @@ def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:
     server = (engine.tp_size, f"engine.tp_size is {engine.tp_size}", True)
     alone = (1, "engine.kind is 'embedded', which computes on one device", False)
     used = server if engine.kind == "sglang" else alone
-    stages = dict.fromkeys(_ENGINES, used)
+    stages: dict[StageKey, tuple[int, str, bool]] = {"benchmark": used, "tune": used, "prove": used}
     if not spec.data.answered and spec.regenerate.engine in (None, "embedded"):
         stages["regenerate"] = used if spec.regenerate.engine is None else (
             1, "regenerate.engine is 'embedded', which computes on one device", False)
