@@ -15,7 +15,7 @@ against its tokens. The chat template renders a few short conversations, in a pr
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -39,7 +39,7 @@ from eyrie_api.planning.quantised import (
     stored_bits,
 )
 from eyrie_api.planning.sglang_support import MTP_LAYER
-from eyrie_api.planning.target_config import biases, computed_by_reference, language_model
+from eyrie_api.planning.target_config import biases, computed_by_reference, end_token_ids, language_model
 
 GIT_LFS = b"version https://git-lfs"
 LFS_HINT = "run `git lfs pull` where it was cloned, or download it with `hf download`"
@@ -366,7 +366,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     if not sources:
         raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
                              "use the chat model rather than the base model, or add chat_template.jinja")
-    ends = _end_ids(_optional(directory, "generation_config.json")) + _end_ids(config)
+    ends = end_token_ids(config, _optional(directory / "generation_config.json"))
     beyond = [token for token in ends if not 0 <= token < vocab_size]
     if beyond:
         raise UnsupportedTarget(f"target directory {directory}: eos_token_id {beyond[0]} is not in the model's "
@@ -392,7 +392,10 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
         number, token = outside[0]
         warnings.append(f"tokens of tokenizer.json without an embedding: {len(outside)} (the first is {token!r} with "
                         f"id {number} of {vocab_size}); rows and requests whose text has one are refused")
-    end = _turn_end(form.turn_end, special_names)
+    # The first special token in what follows an answer; none where the template writes none.
+    places = {form.turn_end.find(token): token for token in sorted(special_names, key=len)
+              if token and token in form.turn_end}
+    end = places[min(places)] if places else None
     if end is not None and tokens[end] not in ends and end != named.get("eos_token"):
         warnings.append(f"the chat template ends an answer with {end!r}, which is no end token of the model: answers "
                         f"would run to their limit; add its id {tokens[end]} to eos_token_id in generation_config.json")
@@ -408,25 +411,20 @@ def template_refusals(directory: Path, prompts: Sequence[Prompt]) -> list[str]:
 
 def _template_files(directory: Path) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Sources of the chat templates, and the special tokens."""
-    settings = _optional(directory, "tokenizer_config.json")
-    return (read_sources(directory, settings, _optional(directory, "chat_template.json")),
-            special_tokens(_optional(directory, "special_tokens_map.json"), settings))
+    settings = _optional(directory / "tokenizer_config.json")
+    return (read_sources(directory, settings, _optional(directory / "chat_template.json")),
+            special_tokens(_optional(directory / "special_tokens_map.json"), settings))
 
 
-def _optional(directory: Path, name: str) -> dict[str, Any]:
-    return read_object(directory / name) if (directory / name).is_file() else {}
+def _optional(path: Path) -> dict[str, Any]:
+    """`read_object`; empty where there is no file."""
+    return read_object(path) if path.is_file() else {}
 
 
 @lru_cache(maxsize=16)
 def _probed(given: str) -> tuple[Form, list[str]]:
     """A plan and the job that follows it name the same target and data; a process is started for the first."""
     return probe_apart(*json.loads(given))
-
-
-def _turn_end(text: str, special: Collection[str]) -> str | None:
-    """The first special token in what follows an answer; None where the template writes none."""
-    places = {text.find(token): token for token in sorted(special, key=len) if token and token in text}
-    return places[min(places)] if places else None
 
 
 def _token_ids(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -447,9 +445,3 @@ def _token_ids(path: Path) -> tuple[dict[str, int], list[str]]:
         raise UnsupportedTarget(f"{path}: added_tokens is not a list of tokens with content and id",
                                 "save the tokenizer again") from None
     return (tokens | {name: number for name, number, _ in added}, [name for name, _, is_special in added if is_special])
-
-
-def _end_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    return [token for token in (value if isinstance(value, list) else [value])
-            if isinstance(token, int) and not isinstance(token, bool)]
