@@ -95,8 +95,7 @@ class JobSpec(Frozen):
         if self.data.answered and self.regenerate.engine is not None:
             raise ValueError(f"data.answered is true, which generates nothing, and regenerate.engine is "
                              f"{self.regenerate.engine!r}: omit one of them")
-        profiles = self.prove.hardware.profiles if self.prove.hardware is not None else ()
-        for number, profile in enumerate(profiles):
+        for number, profile in enumerate(self.prove.profiles):
             if profile.threads is not None and self.engine.kind != "embedded":
                 raise ValueError(f"prove.hardware.profiles.{number}.threads is {profile.threads} and engine is "
                                  f"{self.engine.kind!r}, which takes no number of threads: omit it")

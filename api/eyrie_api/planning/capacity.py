@@ -51,7 +51,9 @@ def requests_of(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:
     """Every placement that a job requests, by the field that names it."""
     return [("placement.every", spec.placement.every),
             *((f"placement.stages.{stage}", request) for stage, request in spec.placement.stages.items()),
-            ("serve.placement", spec.serve.placement)]
+            ("serve.placement", spec.serve.placement),
+            *((f"prove.hardware.profiles.{number}.placement", profile.placement)
+              for number, profile in enumerate(spec.prove.profiles))]
 
 
 def gpus_without_room(submission: Submission, *, for_other_machines: bool = False) -> Sequence[EyrieError]:
