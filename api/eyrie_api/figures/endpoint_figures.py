@@ -112,8 +112,18 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
     shown = sorted((*windows, *(change for change in changes if change.time >= since)),
                    key=lambda entry: (entry.time, entry.id))
     apart = (shown[-1].time - shown[0].time) / _MOST_LABELS
-    rows = [_row(entry) for entry in shown]
-    _join_labels([(entry, row) for entry, row in zip(shown, rows, strict=True) if entry.kind != "window"], apart)
+    rows: list[Row] = []
+    labelled = None  # the last mark with a label of its own; those that are too close to it have theirs in it
+    for entry in shown:
+        figures = entry.figures if entry.kind == "window" else {}
+        rows.append({"time": entry.time.isoformat(), "what": entry.kind, "revision": entry.revision,
+                     **{name: rounded(figures.get(name)) for name in ("tau", "rounds", *_LIMITS)},
+                     "label": f"{_named(entry)} {entry.kind}"})
+        if entry.kind != "window" and labelled is not None and entry.time - labelled[0] < apart:
+            labelled[1]["label"] += f", {rows[-1]['label']}"
+            rows[-1]["label"] = ""
+        elif entry.kind != "window":
+            labelled = entry.time, rows[-1]
     x = {"field": "time", "type": "temporal", "title": None, "axis": {"labelOverlap": True}}
     timed_tips = [tip | ({"type": "temporal", "format": "%Y-%m-%d %H:%M:%S"} if tip["field"] == "time" else {})
                   for tip in tips(rows)]
@@ -149,24 +159,6 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
     return figure("acceptance", f"Acceptance length now {last.figures['tau']:.2f} ({_named(last)}{against})",
                   "Mean tokens per target pass in each window of traffic, the bonus token included, by revision; "
                   "vertical lines are promotions, rollbacks and reports of drift.", rows, layered(layers), last.time)
-
-
-def _row(entry: HistoryEntry) -> Row:
-    figures = entry.figures if entry.kind == "window" else {}
-    names = ("tau", "rounds", *_LIMITS)
-    return {"time": entry.time.isoformat(), "what": entry.kind, "revision": entry.revision,
-            **{name: rounded(figures.get(name)) for name in names}, "label": f"{_named(entry)} {entry.kind}"}
-
-
-def _join_labels(marks: Sequence[tuple[HistoryEntry, Row]], apart: timedelta) -> None:
-    """One label for marks that are too close for a label each."""
-    held = None
-    for entry, row in marks:
-        if held is not None and entry.time - held[0].time < apart:
-            held[1]["label"] += f", {row['label']}"
-            row["label"] = ""
-        else:
-            held = entry, row
 
 
 def _named(entry: HistoryEntry) -> str:

@@ -325,13 +325,12 @@ def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 def rope_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Rotary embedding: given several times with the same values, once, or not at all: the base is then 10000, for the
     trainers of published drafters, SGLang and `targets.config` alike."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in (new, old)
-                                                                    if isinstance(part, Mapping))) if value}
+    parts = [part for key in ("rope_parameters", "rope_scaling") if (part := config.get(key))]
+    thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in parts))
+              if value}
     if len(thetas) > 1:
         yield error("rope-disagrees", f"rope_theta is given as {sorted(thetas)}", "write one value everywhere")
-    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in (new, old)
-             if isinstance(part, Mapping) and part}
+    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in parts}
     if len(kinds) > 1:
         yield error("rope-disagrees", f"rope_parameters and rope_scaling are of types {sorted(kinds)}",
                     "write the same in both, or rope_parameters alone")

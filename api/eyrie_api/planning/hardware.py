@@ -240,8 +240,26 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
         if device is not None and (weights > holder.num_gpus * served_memory(device, given) if holder.is_server
                                    else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
-    return [_error(holder, places, facts, given, weights if holder.is_server else computed,
-                   memory(holder.gpu_type) or 0, node_gpus) for holder, places in too_small.items()]
+    errors = []
+    for holder, places in too_small.items():
+        needs, device = weights if holder.is_server else computed, memory(holder.gpu_type) or 0
+        gpus, has = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}", (
+            "has" if holder.num_gpus == 1 else "have")
+        served = served_memory(device, given)
+        needed = needs / holder.num_gpus * (device / served if holder.is_server else 1)
+        larger = f"name a type of GPU with more than {size(needed)}"
+        enough, instead = fewest_gpus(facts, needs, device, node_gpus, given)
+        gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
+        if enough is None:
+            hint = instead if holder.is_server else f"{larger}, or a smaller or quantised target"
+        elif holder.is_server:
+            hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
+        else:
+            hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
+        errors.append(GpuTooSmall(
+            f"{holder.why}: the target's weights are {size(needs)}, and {gpus} {has} {size(holder.num_gpus * device)}"
+            f"{gives if holder.is_server and served < device else ''} (for {', '.join(places)})", hint))
+    return errors
 
 
 def undivided(facts: TargetFacts, tp_size: int) -> str | None:
@@ -303,26 +321,6 @@ def fewest_gpus(facts: TargetFacts, weights: int, device: int, node_gpus: int,
     halved = weights >= 2 * facts.parameters and max(here, default=0) * served >= facts.parameters
     return None, (f"it takes {enough or math.ceil(weights / served)} GPUs of this size, and one node has {node_gpus}: "
                   f"{larger}use {'an FP8 checkpoint' if halved else 'a smaller or quantised target'}")
-
-
-def _error(holder: _Holder, places: list[str], facts: TargetFacts, given: float | None, weights: int, device: int,
-           node_gpus: int) -> GpuTooSmall:
-    gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
-    has = "has" if holder.num_gpus == 1 else "have"
-    served = served_memory(device, given)
-    needed = weights / holder.num_gpus * (device / served if holder.is_server else 1)
-    larger = f"name a type of GPU with more than {size(needed)}"
-    enough, instead = fewest_gpus(facts, weights, device, node_gpus, given)
-    gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
-    if enough is None:
-        hint = instead if holder.is_server else f"{larger}, or a smaller or quantised target"
-    elif holder.is_server:
-        hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
-    else:
-        hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
-    return GpuTooSmall(f"{holder.why}: the target's weights are {size(weights)}, and {gpus} {has} "
-                       f"{size(holder.num_gpus * device)}{gives if holder.is_server and served < device else ''} "
-                       f"(for {', '.join(places)})", hint)
 
 
 def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:

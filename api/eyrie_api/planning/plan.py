@@ -124,8 +124,7 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         if ranges else None,
         # Of what the job leaves in the store.
         store_month_cost=None if store is None or store.prices is None else total / 1e12 * store.prices.storage,
-        assumptions=(*_assumptions(work, used, counts),
-                     *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
+        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(None if store is None else store.prices)),
         warnings=tuple(warnings), present=present, needed_tau=plan_needed_tau(work, used["prove"]),
         notes=(*((present.words,) if present else ()),
                "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
@@ -470,8 +469,9 @@ def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[
     return tuple(rates)
 
 
-def _store_assumptions(prices: StorePrices) -> tuple[Assumption, ...]:
-    return tuple(_say(f"{prices.name}: {name}", value, unit, prices.source) for name, value, unit in (
+def _store_assumptions(prices: StorePrices | None) -> tuple[Assumption, ...]:
+    return () if prices is None else tuple(
+        _say(f"{prices.name}: {name}", value, unit, prices.source) for name, value, unit in (
         ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),
         ("writing requests", prices.put, "per million"), ("reading requests", prices.get, "per million"),
         ("traffic", prices.traffic, "per TB read; 0 within the provider's region")))

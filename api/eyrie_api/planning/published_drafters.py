@@ -78,7 +78,12 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
         """None: left to the stage."""
         if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
             return None
-        directory = _directory(drafter, path, revision)
+        directory = local_path(path)
+        if directory is None and is_hub_id(path):
+            directory = target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
+        elif directory is None or not (directory / _CONFIG).is_file():
+            raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
+                               "give the directory of a drafter, or a Hub id org/name")
         if directory is None or facts.target is None or facts.sizes is None:
             return None
         try:
@@ -112,16 +117,6 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
         form = heads[spec.head]
         if form is not None and form.family is not None:
             require_agreement(spec, form.family, form.config)
-
-
-def _directory(drafter: str, path: str, revision: str | None) -> Path | None:
-    directory = local_path(path)
-    if directory is None and is_hub_id(path):
-        return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
-    if directory is None or not (directory / _CONFIG).is_file():
-        raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
-                           "give the directory of a drafter, or a Hub id org/name")
-    return directory
 
 
 def _checked_form(drafter: str, directory: Path, target: Target, computed_here: bool, *, whole: bool) -> Form:
