@@ -327,7 +327,10 @@ def form_faults(form: Form, tensors: Mapping[str, Header] | None, target: Target
         found = [*drafter_rules.kind_rules(form.config)] or [*drafter_rules.decoder_rules(form.config)]
         found += drafter_rules.vocabulary_rules(form.config, target)
     else:
-        found = [*drafter_rules.family_rules(form.family, form.config, headers)]
+        found = [*drafter_rules.config_rules(form.family, form.config)]
+        if not found and headers is not None and form.family in drafter_rules.DECODERS:
+            expected = drafter_rules.expected_tensors(form.family, form.config)
+            found += drafter_rules.tensor_rules(headers, expected)
         found += drafter_rules.vocabulary_rules(form.config, target)
     return [finding for finding in found if finding.severity == "error" and finding.code not in UNSERVED]
 

@@ -318,7 +318,7 @@ def _whole(value: object, least: int, most: int | None) -> bool:
             and (most is None or value <= most))
 
 
-_DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
+DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
     "eagle1": partial(one_layer_rules, "eagle1", "serve this one in SGLang, or train one"),
     "mtp": partial(one_layer_rules, "mtp", "train another family"), "standalone": standalone_rules,
     "dflash": lambda config: block_rules(config, 2), "dspark": dspark_rules}
@@ -330,9 +330,9 @@ def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """The findings of a family that loads with the config alone; none for one without rules. EAGLE-3 has its own."""
     if family in SHARED_OUTPUT:
         yield from heads_rules(family, SHARED_OUTPUT[family], config)
-    elif family in _DECODERS:
+    elif family in DECODERS:
         # A config whose values are of other types, or whose layers are not computed, is not read further.
-        yield from [*kind_rules(config)] or [*decoder_rules(config)] or _DECODERS[family](config)
+        yield from [*kind_rules(config)] or [*decoder_rules(config)] or DECODERS[family](config)
 
 
 def decoder_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def decoder_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a drafter of `_DECODERS` whose config has no faults."""
+    """Names and shapes of the tensors of a drafter of `DECODERS` whose config has no faults."""
     hidden, sizes = config["hidden_size"], TargetFacts(
         **decoder_sizes(config), vocab_size=config["vocab_size"], tie_word_embeddings=False, source="config.json")
     model = target_files.expected_tensors(config, sizes)
@@ -437,17 +437,6 @@ def tensor_rules(tensors: Mapping[str, Header], expected: Mapping[str, tuple[int
         actual = tensors[name].shape if name in tensors else None
         if actual is not None and actual != tuple(shape):
             yield error("contract", f"{name} has shape {list(actual)}, not {list(shape)}", hint)
-
-
-def family_rules(family: str, config: Mapping[str, Any], tensors: Mapping[str, Header] | None) -> Iterator[Finding]:
-    """All findings of a family that loads, other than EAGLE-3.
-
-    tensors   None: unknown
-    """
-    faults = [*config_rules(family, config)]
-    yield from faults
-    if not faults and tensors is not None and family in _DECODERS:
-        yield from tensor_rules(tensors, expected_tensors(family, config))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StageComparison, StagePlan
-from eyrie_api.contract.resolved import Candidate, ResolvedJob
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.contract.tuning import FINAL_TIMES
 from eyrie_api.planning.hardware import (
@@ -356,14 +356,19 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
     if not job.spec.trains:
         return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))
+    first, largest = job.candidates[0], largest_draft_vocabulary(target.vocab_size)
+    # A draft vocabulary that the job leaves open, and so the drafter's size, is known once there are answers.
+    is_open = first.drafter.draft_vocab_size is None and not FAMILIES[first.drafter.family].whole_vocabulary
+    at_most = f", at most: with {largest} draft tokens; the job takes as many as its answers need" if (
+        is_open and largest > LEAST_DRAFT_VOCABULARY) else ""
     return (
         _say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
         _say("prompt length", work.prompt, "tokens", data.source),
         _say("answer length", work.answer, "tokens",
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         *of_target,
-        _say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
-            f"estimated for candidate {job.candidates[0].name}{_open_vocabulary(target, job.candidates[0])}"),
+        _say("drafter parameters", work.drafter(first).parameters, "parameters",
+             f"estimated for candidate {first.name}{at_most}"),
         _say("states of every token", work.num_aux, "layers",
             f"what {', '.join(job.families)} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
@@ -376,7 +381,7 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         *_rates_named(used, counts),
         *_starts_named(work, counts),
         _say("speed-up that the tau needed is for", job.spec.promotion.min_speedup, "x over no drafter",
-            f"promotion.min_speedup; a drafter like candidate {job.candidates[0].name}, predicted from the prefill "
+            f"promotion.min_speedup; a drafter like candidate {first.name}, predicted from the prefill "
             "rate and the decode rate of one request, without KV cache and launches; tune times its rounds"),
     )
 
@@ -391,15 +396,6 @@ def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumpt
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (_say("start with the target's weights", middle, "s",
                 f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
-
-
-def _open_vocabulary(target: TargetFacts, candidate: Candidate) -> str:
-    """That its draft vocabulary, and so its size, is known once there are answers."""
-    largest = largest_draft_vocabulary(target.vocab_size)
-    if (candidate.drafter.draft_vocab_size is not None or FAMILIES[candidate.drafter.family].whole_vocabulary
-            or largest <= LEAST_DRAFT_VOCABULARY):
-        return ""
-    return f", at most: with {largest} draft tokens; the job takes as many as its answers need"
 
 
 def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:

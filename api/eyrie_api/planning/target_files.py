@@ -15,12 +15,13 @@ against its tokens. The chat template renders a few short conversations, in a pr
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.engine import EngineKind
@@ -64,18 +65,26 @@ _LONGEST_NAME = 255  # bytes of a file's name; the system call fails for longer 
 _SAVE = "save the model again with save_pretrained, or download it again"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. Raises UnsupportedTarget for another one, or one that cannot be read."""
     if path.exists() and not path.is_file():  # opening a FIFO waits for its other end, a device may never end
         raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
     try:
         with open_regular(path) as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
+            if file.read(len(GIT_LFS)) == GIT_LFS:
+                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+            file.seek(0)
+            yield file
     except OSError as error:
         raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
                                 "make it readable for the server") from None
-    if data.startswith(GIT_LFS):
-        raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+    with _opened(path) as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
     if len(data) > _MAX_JSON_BYTES:
         raise UnsupportedTarget(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB", "save the model again")
     try:
@@ -320,13 +329,8 @@ def dense_bytes(directory: Path, config: Mapping[str, Any], dtype: str) -> int:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
     try:
-        if path.exists() and not path.is_file():
-            raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
-        size = path.stat().st_size
-        with open_regular(path) as file:
-            first = file.read(8)
-            if GIT_LFS.startswith(first) and first:
-                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+        with _opened(path) as file:
+            size, first = path.stat().st_size, file.read(8)
             length = int.from_bytes(first, "little")
             if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
@@ -339,9 +343,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                                              after - begin)
         end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
                   default=0)
-    except OSError as error:
-        raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
-                                "make it readable for the server") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError):
         raise UnsupportedTarget(f"{path} has no safetensors header", "download it again") from None
     if size != 8 + length + end:
