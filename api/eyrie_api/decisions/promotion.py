@@ -449,14 +449,17 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
                  disturbed: str) -> PromotionCheck:
     name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
-    later, interval = math.inf, None
-    if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None:
-        later = mine.ttft_s.p99 - bare.ttft_s.p99
+    own, its = (None if cell is None else cell.ttft_s for cell in (mine, bare))
+    later, interval, few = math.inf, None, ""
+    if mine is not None and bare is not None and own is not None and its is not None:
+        later = own.p99 - its.p99
         if min(mine.completed, bare.completed) < _KNOWS_P99:
             quantile, ratio, interval = "typical", seen.ttft_ratio, seen.ttft_interval
             if ratio is None:  # not measured in pairs
-                quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
-            later = mine.ttft_s.p50 - bare.ttft_s.p50
+                quantile, ratio = "median", own.p50 / max(its.p50, 1e-9)
+            later = own.p50 - its.p50
+            few = (f" (of {mine.completed} requests p99 is one: {own.p99:.3f} s against {its.p99:.3f} s; raise "
+                   f"prove.requests to {_KNOWS_P99} to have it judged)")
     if ratio is None:
         return PromotionCheck(name=name, passed=False, bound=bound,
                               words=f"{at_once(users)}: p99 time to first token was not measured")
@@ -469,12 +472,9 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
     if undecided and interval is not None:
         words += (f", which its interval [{interval.low:.2f}, {interval.high:.2f}] does not show: "
                   f"{_too_noisy(disturbed)}")
-    if quantile != "p99" and mine is not None and mine.ttft_s is not None and bare is not None \
-            and bare.ttft_s is not None:
-        words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
-                  f"{bare.ttft_s.p99:.3f} s; raise prove.requests to {_KNOWS_P99} to have it judged)")
+    words += few
     if policy.max_ttft_p99_s is not None:
-        worst = mine.ttft_s.p99 if mine is not None and mine.ttft_s is not None else None
+        worst = None if own is None else own.p99
         within = worst is not None and worst <= policy.max_ttft_p99_s
         took = "not measured in seconds" if worst is None else f"p99 {worst:.3f} s"
         words += f"; {took}, {'within' if within else 'not within'} {policy.max_ttft_p99_s:g} s"

@@ -153,11 +153,10 @@ def engine_can_compute(submission: Submission) -> None:
     if job.spec.engine.kind != "sglang":
         return
     device = submission.facts.engine_device(job.gpus, job.serving_gpus)
-    if device == "gpu" and job.target.dtype == "float32":
-        raise InvalidInput("target.dtype is 'float32' and engine is 'sglang', whose attention kernels on GPUs have no "
-                           "float32", "set target.dtype to 'bfloat16', or engine to 'embedded'")
-    if device == "cpu" and job.target.dtype == "float16":
-        raise InvalidInput("target.dtype is 'float16' and engine is 'sglang', whose CPU kernels compute in bfloat16",
+    kernels = {("gpu", "float32"): "whose attention kernels on GPUs have no float32",
+               ("cpu", "float16"): "whose CPU kernels compute in bfloat16"}.get((device, job.target.dtype))
+    if kernels is not None:
+        raise InvalidInput(f"target.dtype is {job.target.dtype!r} and engine is 'sglang', {kernels}",
                            "set target.dtype to 'bfloat16', or engine to 'embedded'")
     for name, section in (("benchmark", job.spec.benchmark), ("tune", job.spec.tune)):
         above = [value for value in section.temperatures if value > 0.0]

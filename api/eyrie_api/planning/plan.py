@@ -27,6 +27,7 @@ from eyrie_api.planning.hardware import (
     fitting_sizes,
     gpu_rates,
     known_gpu,
+    serving_memory,
     start_seconds,
 )
 from eyrie_api.planning.needed_tau import plan_needed_tau
@@ -53,7 +54,6 @@ from eyrie_api.planning.plan_work import (
     training_gpus,
     training_on_gpus,
 )
-from eyrie_api.planning.serving_memory import serving_memory
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import duration, size
