@@ -27,7 +27,7 @@ def work_of(data: DataFacts = SAMPLED, **changes: Any) -> PlannedWork:
 
 
 def needs(work: PlannedWork) -> dict[str, StageMemory]:
-    return {needed.stage: needed for needed in stage_memory(work, ON_CPUS)}
+    return {needed.stage: needed for needed in stage_memory(work) if needed.stage in work.stages}
 
 
 def test_regeneration_takes_weights_and_keys_and_values_of_the_answers_that_are_generated_at_once() -> None:

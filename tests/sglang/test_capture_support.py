@@ -1,6 +1,7 @@
 """What Eyrie says of SGLang's capture, against the SGLang that is installed."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 
 from eyrie_api.planning.sglang_support import (
     CAPTURED_ARCHITECTURES,
-    CAPTURED_BESIDES,
     NO_BLOCKS_ARCHITECTURES,
     PLUGIN_ARCHITECTURES,
     QUANTISED_BY_SGLANG,
@@ -34,7 +34,9 @@ def test_the_version_is_the_one_our_facts_are_of(scanned: dict[str, Any]) -> Non
 
 
 def test_sglang_captures_for_exactly_the_classes_listed(scanned: dict[str, Any]) -> None:
-    assert set(scanned["raw_unless_first_is_one"]) == {*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}
+    no_targets = re.compile(r"(NextN|MTP|Eagle3?)$|Assistant|Embedding")  # drafters, and a model for embeddings
+    assert {name for name in scanned["raw_unless_first_is_one"] if not no_targets.search(name)} == {
+        *CAPTURED_ARCHITECTURES}
     assert not set(scanned["raw_unless_first_is_one"]) & set(PLUGIN_ARCHITECTURES)
 
 

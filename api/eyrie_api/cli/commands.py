@@ -77,28 +77,17 @@ def absolute_paths(job: JobSpec, server: str, target: str | None = None, data: S
     """
     if not is_local(server):
         return job
-    document = job.model_dump(mode="json", exclude_unset=True)  # defaults are the server's
-    model = document["target"]["model"]
-    document["target"]["model"] = _absolute(model, "--target" if model == target else "target.model", TargetNotFound)
-    for number, source in enumerate(document.get("data", {}).get("sources", ())):
-        named = "--data" if source["path"] in data else f"data.sources[{number}].path"
-        source["path"] = _absolute(source["path"], named, NoUsableData)
-    for field in ("drafters", "rivals"):
-        for number, drafter in enumerate(document.get(field, ())):
-            if drafter.get("path"):
-                drafter["path"] = _absolute(drafter["path"], f"{field}[{number}].path")
-    for number, suite in enumerate(document.get("benchmark", {}).get("suites", ())):
-        suite["path"] = _absolute(suite["path"], f"benchmark.suites[{number}].path")
-    if start := document.get("drafter", {}).get("init_from"):
-        document["drafter"]["init_from"] = _absolute(start, "drafter.init_from")
-    for axis in document.get("sweep", {}).get("axes", ()):
-        if axis["field"] == "drafter.init_from" and "values" in axis:
-            axis["values"] = [_absolute(value, "sweep.axes: drafter.init_from") if isinstance(value, str) else value
-                              for value in axis["values"]]
-    drift = document.get("promotion", {}).get("drift", {})
-    if drift.get("traffic_file") and not is_remote(drift["traffic_file"]):  # it may be written later
-        drift["traffic_file"] = str(Path(drift["traffic_file"]).expanduser().absolute())
-    return JobSpec.model_validate(document)
+
+    def absolute(field: str, path: str) -> str:
+        if field == "promotion.drift.traffic_file" and not is_remote(path):  # it may be written later
+            return str(Path(path).expanduser().absolute())
+        if field == "target.model":
+            return _absolute(path, "--target" if path == target else field, TargetNotFound)
+        if field.startswith("data."):
+            return _absolute(path, "--data" if path in data else field, NoUsableData)
+        return _absolute(path, field)
+
+    return job.with_paths(absolute)
 
 
 def _absolute(path: str, named: str, missing: type[InvalidInput] = InvalidInput) -> str:

@@ -5,7 +5,8 @@ bound and a unit. Each section has a module of its own (`targets`, `data`, `capt
 stage it configures (`contract.stages`), never copied field by field.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -94,8 +95,7 @@ class JobSpec(Frozen):
         if self.data.answered and self.regenerate.engine is not None:
             raise ValueError(f"data.answered is true, which generates nothing, and regenerate.engine is "
                              f"{self.regenerate.engine!r}: omit one of them")
-        profiles = self.prove.hardware.profiles if self.prove.hardware is not None else ()
-        for number, profile in enumerate(profiles):
+        for number, profile in enumerate(self.prove.profiles):
             if profile.threads is not None and self.engine.kind != "embedded":
                 raise ValueError(f"prove.hardware.profiles.{number}.threads is {profile.threads} and engine is "
                                  f"{self.engine.kind!r}, which takes no number of threads: omit it")
@@ -147,6 +147,35 @@ class JobSpec(Frozen):
             raise ValueError("sweep.shared_passes is 'always', one program in one pod, and placement.train_launcher is "
                              "'trainjob': set sweep.shared_passes to 'auto', or the launcher to 'pod'")
         return self
+
+    def with_paths(self, change: Callable[[str, str], str]) -> "JobSpec":
+        """With other paths, URLs or ids in place of those of its files, data sets and models.
+
+        change   from the field that names one, and the name
+        """
+        def changed(named: Frozen, field: str, name: str = "path") -> Any:
+            path = getattr(named, name)
+            return named if path is None else named.model_copy(update={name: change(f"{field}.{name}", path)})
+
+        def each(field: str, named: tuple[Frozen, ...]) -> tuple[Any, ...]:
+            return tuple(changed(one, f"{field}[{number}]") for number, one in enumerate(named))
+
+        axis_field = "drafter.init_from"
+        sections = {
+            "target": changed(self.target, "target", "model"),
+            "data": self.data.model_copy(update={"sources": each("data.sources", self.data.sources)}),
+            "benchmark": self.benchmark.model_copy(update={"suites": each("benchmark.suites", self.benchmark.suites)}),
+            "drafters": each("drafters", self.drafters), "rivals": each("rivals", self.rivals),
+            "drafter": changed(self.drafter, "drafter", "init_from"),
+            "sweep": self.sweep.model_copy(update={"axes": tuple(
+                axis if axis.field != axis_field else axis.model_copy(update={"values": tuple(
+                    change(f"sweep.axes: {axis_field}", value) if isinstance(value, str) else value
+                    for value in axis.values)}) for axis in self.sweep.axes)}),
+            "promotion": self.promotion.model_copy(update={
+                "drift": changed(self.promotion.drift, "promotion.drift", "traffic_file")})}
+        # A section without a change is left as it is, since a default that is open stays open.
+        return self.model_copy(update={
+            name: section for name, section in sections.items() if section != getattr(self, name)})
 
     @property
     def trains(self) -> bool:

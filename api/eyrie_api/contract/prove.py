@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
-from eyrie_api.contract.hardware import HardwareSpec
+from eyrie_api.contract.hardware import HardwareSpec, PlacedProfile
 from eyrie_api.contract.load import LoadReport
 from eyrie_api.contract.model import Frozen, Interval
 from eyrie_api.contract.reports import Environment
@@ -160,6 +160,10 @@ class ProveSpec(Frozen):
         return limit or max(8, *self.concurrencies)
 
     @property
+    def profiles(self) -> tuple[PlacedProfile, ...]:
+        """Of `hardware`: the members of the stage of that name."""
+        return () if self.hardware is None else self.hardware.profiles
+
+    @property
     def profile_names(self) -> tuple[str, ...]:
-        """Of `hardware`; the members of the stage of that name."""
-        return () if self.hardware is None else tuple(profile.name for profile in self.hardware.profiles)
+        return tuple(profile.name for profile in self.profiles)

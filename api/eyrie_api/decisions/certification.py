@@ -13,7 +13,7 @@ Whether the drafter is promoted is another question: `promotion.mode: never` cha
 
 from typing import Literal
 
-from eyrie_api.contract.reports import PromotionCheck, PromotionDecision
+from eyrie_api.contract.reports import PromotionDecision
 
 Verdict = Literal["faster", "not-faster", "not-lossless", "undecided"]
 
@@ -29,19 +29,12 @@ _OF_OUTPUT = ("identical", "parity", "parity-load", "parity-sampled")
 
 def certification(decision: PromotionDecision) -> Verdict:
     """The kind of the most telling check that failed."""
-    kinds = {_kind(check) for check in decision.checks if not check.passed}
-    if "not-lossless" in kinds:
-        return "not-lossless"
-    if not decision.checks or kinds == {"undecided"}:
-        return "undecided"
-    return "not-faster" if kinds else "faster"
-
-
-def _kind(check: PromotionCheck) -> Verdict:
-    reached = check.figure is not None and check.bound is not None and check.figure >= check.bound
-    # With another system prompt one check has both, the speed as its figure.
-    if check.name in _OF_OUTPUT or (check.name == "changed-prompt" and reached):
-        return "not-lossless"
-    if check.name == "proof" or check.undecided:
-        return "undecided"
-    return "not-faster"
+    failed = [check for check in decision.checks if not check.passed]
+    for check in failed:
+        reached = check.figure is not None and check.bound is not None and check.figure >= check.bound
+        # With another system prompt one check has both, the speed as its figure.
+        if check.name in _OF_OUTPUT or (check.name == "changed-prompt" and reached):
+            return "not-lossless"
+    if any(check.name != "proof" and not check.undecided for check in failed):
+        return "not-faster"
+    return "undecided" if failed or not decision.checks else "faster"

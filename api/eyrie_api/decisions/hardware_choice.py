@@ -18,6 +18,7 @@ from eyrie_api.contract.hardware import (
 )
 from eyrie_api.contract.load import LoadReport
 from eyrie_api.contract.model import Interval
+from eyrie_api.decisions.what_would_pay import at_once
 
 VARIANTS: tuple[HardwareVariant, HardwareVariant] = ("off", "drafted")
 
@@ -97,7 +98,7 @@ def choose(rows: Sequence[HardwareRow], users: float, min_tokens_per_s_per_user:
 
 def sentence(choice: HardwareChoice, report: HardwareReport) -> str:
     """The recommendation at one load."""
-    users = f"{choice.users:g} user{'s' if choice.users != 1 else ''} at once"
+    users = at_once(choice.users)
     if choice.profile is None or choice.variant is None:
         return (f"{users}: nothing answers one user with {report.min_tokens_per_s_per_user:g} tokens/s; "
                 "lower that speed or add a faster profile")

@@ -103,15 +103,14 @@ def _is_drafter(report: BenchmarkReport) -> bool:
 
 def no_drafter(checkpoint: str, measured: BenchmarkReport) -> BenchmarkReport:
     """The line of no drafter on the leaderboard: the baseline of another checkpoint's benchmark."""
-    cells = tuple(cell.model_copy(update={
-        "tree": None, "tokens": 0, "tau": 1.0, "tau_of_new_text": None, "acceptance": (), "accepted_histogram": (),
-        "tokens_per_s": cell.baseline_tokens_per_s, "speedup": 1.0, "speedup_interval": Interval(low=1.0, high=1.0),
-        "ttft_s": cell.baseline_ttft_s, "identical": cell.prompts, "near_ties": 0, "divergences": ()})
+    same = {"tau": 1.0, "speedup": 1.0, "speedup_interval": Interval(low=1.0, high=1.0), "near_ties": 0,
+            "divergences": ()}
+    cells = tuple(cell.model_copy(update=same | {
+        "tree": None, "tokens": 0, "tau_of_new_text": None, "acceptance": (), "accepted_histogram": (),
+        "tokens_per_s": cell.baseline_tokens_per_s, "ttft_s": cell.baseline_ttft_s, "identical": cell.prompts})
         for cell in measured.cells)
-    concurrent = tuple(load.model_copy(update={
-        "tau": 1.0, "tokens_per_s": load.baseline_tokens_per_s, "speedup": 1.0,
-        "speedup_interval": Interval(low=1.0, high=1.0), "identical": load.requests, "near_ties": 0, "divergences": ()})
-        for load in measured.concurrent)
+    concurrent = tuple(load.model_copy(update=same | {
+        "tokens_per_s": load.baseline_tokens_per_s, "identical": load.requests}) for load in measured.concurrent)
     return measured.model_copy(update={
         "checkpoint": checkpoint, "candidate": checkpoint, "path": "", "cells": cells, "concurrent": concurrent,
         "family": "off", "rival": True, "lossless": True, "speedup": 1.0})

@@ -64,7 +64,7 @@ from eyrie_api.contract.targets import HELD_OUT
 from eyrie_api.decisions.evidence import first_token_standing, pairs_needed, speedup_standing, suite_standing
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER, mean_speedup, suite_means
 from eyrie_api.decisions.near_ties import is_lossless
-from eyrie_api.decisions.what_would_pay import what_would_pay
+from eyrie_api.decisions.what_would_pay import at_once, what_would_pay
 
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
@@ -298,17 +298,21 @@ def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumb
     words = (f"{new:.3f}x on average against {old:.3f}x of incumbent {incumbent.checkpoint}: {_sign(new >= needed)} "
              f"the required {needed:.3f}x (margin {policy.min_speedup_over_incumbent:.3f})")
     yield PromotionCheck(name="incumbent", passed=new >= needed, figure=new, bound=needed, words=words)
-    new_by_suite, old_by_suite = suite_means(candidate), suite_means(incumbent)
     for suite in required_suites:
-        name = f"incumbent:{suite}"
-        if suite not in old_by_suite:
-            yield PromotionCheck(name=name, passed=True, figure=new_by_suite.get(suite),
+        if suite in suite_means(incumbent):
+            yield from _not_slower(INCUMBENT, "the incumbent", candidate, incumbent, suite)
+        else:
+            yield PromotionCheck(name=f"incumbent:{suite}", passed=True, figure=suite_means(candidate).get(suite),
                                  words=f"{suite}: incumbent was not measured there")
-        elif suite in new_by_suite:
-            mine, its = new_by_suite[suite], old_by_suite[suite]
-            words = (f"{suite}: {mine:.2f}x against {its:.2f}x of the incumbent, "
-                     f"{'not slower' if mine >= its else 'slower'}")
-            yield PromotionCheck(name=name, passed=mine >= its, figure=mine, bound=its, words=words)
+
+
+def _not_slower(variant: str, name: str, mine: BenchmarkReport, other: BenchmarkReport,
+                suite: str) -> Iterator[PromotionCheck]:
+    """`incumbent:<suite>` or `rival:<suite>`, where both were measured on it."""
+    own, its = suite_means(mine).get(suite), suite_means(other).get(suite)
+    if own is not None and its is not None:
+        words = f"{suite}: {own:.2f}x against {its:.2f}x of {name}, {'not slower' if own >= its else 'slower'}"
+        yield PromotionCheck(name=f"{variant}:{suite}", passed=own >= its, figure=own, bound=its, words=words)
 
 
 def _best_against_best(candidate: BenchmarkReport, benchmarks: Sequence[BenchmarkReport], tuned: BenchmarkReport | None
@@ -339,14 +343,8 @@ def _beats_rival(policy: PromotionPolicy, mine: BenchmarkReport | None, best: Be
                   "promote it by hand, untuned and unproven (eyrie endpoints promote)")
     yield PromotionCheck(name="rival", passed=ratio >= bound and sure, figure=ratio, bound=bound, interval=interval,
                          words=words)
-    mine_by_suite, its_by_suite = suite_means(mine), suite_means(best)
     for suite in required_suites:
-        if suite in mine_by_suite and suite in its_by_suite:
-            own, its = mine_by_suite[suite], its_by_suite[suite]
-            yield PromotionCheck(
-                name=f"rival:{suite}", passed=own >= its, figure=own, bound=its,
-                words=f"{suite}: {own:.2f}x against {its:.2f}x of {best.checkpoint}, "
-                      f"{'not slower' if own >= its else 'slower'}")
+        yield from _not_slower(RIVAL, best.checkpoint, mine, best, suite)
 
 
 def _relative_width(report: BenchmarkReport) -> float:
@@ -403,18 +401,19 @@ def checks_at_load(policy: PromotionPolicy, load: LoadReport, users: int, *, is_
     seen, name, bound = _comparison(load, CANDIDATE, OFF, users), f"load:{users}", policy.min_speedup
     if seen is None:
         yield PromotionCheck(name=name, passed=False, bound=bound,
-                             words=f"{_at(users)}: declared, but not compared with no drafter in the serving engine")
+                             words=f"{at_once(users)}: declared, but not compared with no drafter in the serving "
+                                   "engine")
         return
     ratio, interval = seen.throughput_ratio, seen.throughput_interval
     between, undecided = f"[{interval.low:.2f}, {interval.high:.2f}]", False
     if is_off:
         ok, bound = interval.high >= 1.0, 1.0
-        words = (f"{_at(users)}: the operating map switches speculation off; {ratio:.2f}x {between}, "
+        words = (f"{at_once(users)}: the operating map switches speculation off; {ratio:.2f}x {between}, "
                  f"{'not shown to be' if ok else 'shown to be'} slower than no drafter")
     else:
         standing = speedup_standing(policy, ratio, interval)
         ok, undecided = standing == "passed", standing == "open" and interval.low <= 1.0
-        words = (f"{_at(users)}: {ratio:.2f}x {between} over no drafter in the serving engine, "
+        words = (f"{at_once(users)}: {ratio:.2f}x {between} over no drafter in the serving engine, "
                  f"{_sign(ratio >= bound)} the required {bound:.2f}x")
         if undecided:
             words += f": {_what_would_be_enough(load, seen, bound, disturbed, again)}"
@@ -426,8 +425,8 @@ def checks_at_load(policy: PromotionPolicy, load: LoadReport, users: int, *, is_
         failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
         failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
         yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed),
-                             bound=float(excused), words=f"{_at(users)}: {failed} of {mine.requests} requests failed "
-                                                         f"({failures}), {excused} without a drafter")
+                             bound=float(excused), words=f"{at_once(users)}: {failed} of {mine.requests} requests "
+                                                         f"failed ({failures}), {excused} without a drafter")
 
 
 def _what_would_be_enough(load: LoadReport, seen: LoadComparison, bound: float, disturbed: str, again: str) -> str:
@@ -450,32 +449,32 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
                  disturbed: str) -> PromotionCheck:
     name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
-    later, interval = math.inf, None
-    if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None:
-        later = mine.ttft_s.p99 - bare.ttft_s.p99
+    own, its = (None if cell is None else cell.ttft_s for cell in (mine, bare))
+    later, interval, few = math.inf, None, ""
+    if mine is not None and bare is not None and own is not None and its is not None:
+        later = own.p99 - its.p99
         if min(mine.completed, bare.completed) < _KNOWS_P99:
             quantile, ratio, interval = "typical", seen.ttft_ratio, seen.ttft_interval
             if ratio is None:  # not measured in pairs
-                quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
-            later = mine.ttft_s.p50 - bare.ttft_s.p50
+                quantile, ratio = "median", own.p50 / max(its.p50, 1e-9)
+            later = own.p50 - its.p50
+            few = (f" (of {mine.completed} requests p99 is one: {own.p99:.3f} s against {its.p99:.3f} s; raise "
+                   f"prove.requests to {_KNOWS_P99} to have it judged)")
     if ratio is None:
         return PromotionCheck(name=name, passed=False, bound=bound,
-                              words=f"{_at(users)}: p99 time to first token was not measured")
+                              words=f"{at_once(users)}: p99 time to first token was not measured")
     standing = first_token_standing(policy, ratio, interval, later)
     ok, undecided = standing == "passed", standing == "open"
-    words = (f"{_at(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
+    words = (f"{at_once(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
              f"{'within' if ratio <= bound else 'above'} {bound:.2f}x")
     if ok and ratio > bound:
         words += f" and only {later * 1e3:.0f} ms later (promotion.ttft_tolerance_s)"
     if undecided and interval is not None:
         words += (f", which its interval [{interval.low:.2f}, {interval.high:.2f}] does not show: "
                   f"{_too_noisy(disturbed)}")
-    if quantile != "p99" and mine is not None and mine.ttft_s is not None and bare is not None \
-            and bare.ttft_s is not None:
-        words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
-                  f"{bare.ttft_s.p99:.3f} s; raise prove.requests to {_KNOWS_P99} to have it judged)")
+    words += few
     if policy.max_ttft_p99_s is not None:
-        worst = mine.ttft_s.p99 if mine is not None and mine.ttft_s is not None else None
+        worst = None if own is None else own.p99
         within = worst is not None and worst <= policy.max_ttft_p99_s
         took = "not measured in seconds" if worst is None else f"p99 {worst:.3f} s"
         words += f"; {took}, {'within' if within else 'not within'} {policy.max_ttft_p99_s:g} s"
@@ -560,10 +559,6 @@ def _is_off(proof: ProveReport, users: int) -> bool:
 def _geometric_mean(ratios: Sequence[float]) -> float:
     # Clamped: a variant that answered nothing has ratio 0, whose log is a domain error.
     return exp(fmean(log(max(ratio, 1e-9)) for ratio in ratios))
-
-
-def _at(users: int) -> str:
-    return f"{users} user{'' if users == 1 else 's'} at once"
 
 
 def _sign(ok: bool) -> str:

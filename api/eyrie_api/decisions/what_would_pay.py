@@ -18,7 +18,7 @@ def what_would_pay(tuned: TuneReport, loads: Sequence[int], min_speedup: float) 
     sentences, reachable = [], False
     for users in loads:
         at = max((load for load in timed if load <= users), default=timed[0])
-        where = f"{_at(users)}{'' if at == users else f' (timed at {at})'}"
+        where = f"with {at_once(users)}{'' if at == users else f' (timed at {at})'}"
         closest = min(((row.tau / tau, row.tau, tau, row.num_steps) for row in tuned.needed_tau
                        if row.users == at and row.tau is not None
                        and (tau := tuned.chain_tau(at, row.num_steps)[0]) is not None), default=None)
@@ -38,9 +38,9 @@ def what_would_pay(tuned: TuneReport, loads: Sequence[int], min_speedup: float) 
         row.tau is not None and (tuned.chain_tau(load, row.num_steps)[0] or 0.0) >= row.tau
         for row in tuned.needed_tau if row.users == load)]
     if paying:
-        changes.append(f"fewer users: {_at(paying[-1])} its tau is enough")
+        changes.append(f"fewer users: with {at_once(paying[-1])} its tau is enough")
     return f"{'; '.join(sentences)}. What would change it: {'; '.join(changes)}"
 
 
-def _at(users: int) -> str:
-    return f"with {users} user{'' if users == 1 else 's'} at once"
+def at_once(users: float) -> str:
+    return f"{users:g} user{'' if users == 1 else 's'} at once"

@@ -18,7 +18,7 @@ from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.figures import AbsentFigure, Figure, FigureList, FigureName, FigureSummary
 from eyrie_api.contract.status import Endpoint
 from eyrie_api.errors import NotFound
-from eyrie_api.figures.vega_lite import DASHES, INK, OWN_LEGENDS, SOLID, Row, figure, number, rounded, series, tips
+from eyrie_api.figures.vega_lite import INK, Row, dashes, figure, layer, layered, number, points, rounded, series, tips
 
 MARKED: tuple[HistoryKind, ...] = ("activated", "rolled-back", "drift")
 """Entries that are marked in the figure over time."""
@@ -112,75 +112,57 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
     shown = sorted((*windows, *(change for change in changes if change.time >= since)),
                    key=lambda entry: (entry.time, entry.id))
     apart = (shown[-1].time - shown[0].time) / _MOST_LABELS
-    rows = [_row(entry) for entry in shown]
-    _join_labels([(entry, row) for entry, row in zip(shown, rows, strict=True) if entry.kind != "window"], apart)
+    rows: list[Row] = []
+    labelled = None  # the last mark with a label of its own; those that are too close to it have theirs in it
+    for entry in shown:
+        figures = entry.figures if entry.kind == "window" else {}
+        rows.append({"time": entry.time.isoformat(), "what": entry.kind, "revision": entry.revision,
+                     **{name: rounded(figures.get(name)) for name in ("tau", "rounds", *_LIMITS)},
+                     "label": f"{_named(entry)} {entry.kind}"})
+        if entry.kind != "window" and labelled is not None and entry.time - labelled[0] < apart:
+            labelled[1]["label"] += f", {rows[-1]['label']}"
+            rows[-1]["label"] = ""
+        elif entry.kind != "window":
+            labelled = entry.time, rows[-1]
     x = {"field": "time", "type": "temporal", "title": None, "axis": {"labelOverlap": True}}
-    measured, marked = {"filter": "datum.what === 'window'"}, {"filter": "datum.what !== 'window'"}
+    timed_tips = [tip | ({"type": "temporal", "format": "%Y-%m-%d %H:%M:%S"} if tip["field"] == "time" else {})
+                  for tip in tips(rows)]
+    measured, marked = "datum.what === 'window'", "datum.what !== 'window'"
     # A revision that serves again begins another line.
-    in_time = [{"field": "time"}]
-    stretches = [measured, {"window": [{"op": "lag", "field": "revision", "as": "before"}], "sort": in_time},
+    in_time = {"sort": [{"field": "time"}]}
+    stretches = [{"filter": measured}, {"window": [{"op": "lag", "field": "revision", "as": "before"}]} | in_time,
                  {"calculate": "datum.revision === datum.before ? 0 : 1", "as": "begins"},
-                 {"window": [{"op": "sum", "field": "begins", "as": "stretch"}], "sort": in_time}]
+                 {"window": [{"op": "sum", "field": "begins", "as": "stretch"}]} | in_time]
     each = {"field": "stretch", "type": "nominal"}
     colour = series("revision", [row for row in rows if row["what"] == "window"]) | {
         "legend": {"labelExpr": "'revision ' + datum.label"}}
     # Of limits alone: dashes tell the three apart, and all are in the colour of text.
     names = f"{_LIMITS}[datum.label]".replace('"', "'")
-    limits: Row = {
-        "transform": [*stretches, {"fold": list(_LIMITS), "as": ["limit", "bound"]},
-                      {"filter": "datum.bound !== null"}],
-        "mark": {"type": "line", "interpolate": "step-before", "strokeWidth": 1.5, "style": INK},
-        "encoding": {"x": x, "y": number("bound", None), "detail": each,
-                     "strokeDash": {"field": "limit", "type": "nominal", "title": None, "sort": None,
-                                    "scale": {"domain": list(_LIMITS),
-                                              "range": [list(pattern or SOLID) for _, pattern in DASHES[:3]]},
-                                    "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500,
-                                               "labelExpr": names}}}}
-    line: Row = {"transform": stretches, "mark": {"type": "line", "strokeWidth": 1.5},
-                 "encoding": {"x": x, "y": number("tau", None), "detail": each, "color": colour | {"legend": None}}}
-    points: Row = {"transform": [measured], "mark": {"type": "point", "filled": True, "size": 45, "opacity": 1},
-                   "encoding": {"x": x, "y": number("tau", "acceptance length tau"), "color": colour, "shape": colour,
-                                "tooltip": _timed_tips(rows)}}
-    layers = [limits, line, points]
+    limit = {"field": "limit", "type": "nominal", "title": None, "sort": None,
+              "scale": {"domain": list(_LIMITS), "range": dashes(3)},
+              "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500, "labelExpr": names}}
+    limits = {"transform": [*stretches, {"fold": list(_LIMITS), "as": ["limit", "bound"]},
+                            {"filter": "datum.bound !== null"}]} | layer(
+        "line", {"x": x, "y": number("bound", None), "detail": each, "strokeDash": limit},
+        interpolate="step-before", strokeWidth=1.5, style=INK)
+    line = {"transform": stretches} | layer("line", {
+        "x": x, "y": number("tau", None), "detail": each, "color": colour | {"legend": None}}, strokeWidth=1.5)
+    layers = [limits, line, layer("point", {
+        "x": x, "y": number("tau", "acceptance length tau"), "color": colour, "shape": colour, "tooltip": timed_tips},
+        measured, filled=True, size=45, opacity=1)]
     if any(row["what"] != "window" for row in rows):
-        layers += [{"transform": [marked], "mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"x": x}},
-                   {"transform": [marked], "mark": {"type": "text", "angle": 270, "align": "right", "dy": 8, "dx": -4,
-                                                    "fontSize": 11},
-                    "encoding": {"x": x, "y": {"value": 0}, "text": {"field": "label"},
-                                 "tooltip": _timed_tips(rows)}}]
+        layers += [layer("rule", {"x": x}, marked, strokeWidth=1.5),
+                   layer("text", {"x": x, "y": {"value": 0}, "text": {"field": "label"}, "tooltip": timed_tips}, marked,
+                         angle=270, align="right", dy=8, dx=-4, fontSize=11)]
     proven = last.figures.get("proven_tau")
     against = "" if proven is None else f", proven {proven:.2f}"
     return figure("acceptance", f"Acceptance length now {last.figures['tau']:.2f} ({_named(last)}{against})",
                   "Mean tokens per target pass in each window of traffic, the bonus token included, by revision; "
-                  "vertical lines are promotions, rollbacks and reports of drift.", rows,
-                  {"width": 520, "height": 280, "layer": layers, "resolve": OWN_LEGENDS}, last.time)
-
-
-def _row(entry: HistoryEntry) -> Row:
-    figures = entry.figures if entry.kind == "window" else {}
-    names = ("tau", "rounds", *_LIMITS)
-    return {"time": entry.time.isoformat(), "what": entry.kind, "revision": entry.revision,
-            **{name: rounded(figures.get(name)) for name in names}, "label": f"{_named(entry)} {entry.kind}"}
-
-
-def _join_labels(marks: Sequence[tuple[HistoryEntry, Row]], apart: timedelta) -> None:
-    """One label for marks that are too close for a label each."""
-    held = None
-    for entry, row in marks:
-        if held is not None and entry.time - held[0].time < apart:
-            held[1]["label"] += f", {row['label']}"
-            row["label"] = ""
-        else:
-            held = entry, row
+                  "vertical lines are promotions, rollbacks and reports of drift.", rows, layered(layers), last.time)
 
 
 def _named(entry: HistoryEntry) -> str:
     return "" if entry.revision is None else f"revision {entry.revision}"
-
-
-def _timed_tips(rows: Iterable[Row]) -> list[Row]:
-    return [tip | ({"type": "temporal", "format": "%Y-%m-%d %H:%M:%S"} if tip["field"] == "time" else {})
-            for tip in tips(rows)]
 
 
 def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
@@ -198,15 +180,12 @@ def acceptance_by_position(windows: Sequence[HistoryEntry]) -> Figure:
     y = {"field": "acceptance", "type": "quantitative", "title": "accepted, given that the one before was",
          "scale": {"domain": [0, 1]}, "axis": {"format": "%"}}
     colour = series("series", rows) | {"legend": {"columns": 1}}
-    line: Row = {"mark": {"type": "line", "strokeWidth": 1.5},
-                 "encoding": {"x": x, "y": y, "color": colour | {"legend": None}}}
-    points: Row = {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-                   "encoding": {"x": x, "y": y, "color": colour, "shape": colour, "tooltip": tips(rows)}}
     now = 100 * _positions("", [last])[0]["acceptance"]
     return figure("acceptance-by-position", f"Acceptance at position 1 now {now:.0f} % ({_named(last)})",
                   "Share of the draft tokens at a position that were accepted, of those whose predecessor was; where "
                   "an operating map drafts less under load, positions beyond its depth count as not accepted.", rows,
-                  {"width": 520, "height": 280, "layer": [line, points], "resolve": OWN_LEGENDS}, last.time)
+                  layered([layer("line", {"x": x, "y": y, "color": colour | {"legend": None}}, strokeWidth=1.5),
+                           points(rows, {"x": x, "y": y}, colour)]), last.time)
 
 
 def _positions(name: str, windows: Sequence[HistoryEntry]) -> list[Row]:
@@ -248,11 +227,10 @@ def canary(endpoint: Endpoint, canaries: Sequence[Canary]) -> Figure:
     shown = canaries[-_MOST_CANARIES:]
     rows = [row for each in shown for row in _canary_rows(endpoint, each, canaries)]
     y = {"field": "step", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
-    share: Row = {"width": 130, "height": {"step": 30},
-                  "mark": {"type": "bar", "tooltip": True},
-                  "encoding": {"y": y, "x": {"field": "share", "type": "quantitative", "title": "share of the requests",
-                                             "scale": {"domain": [0, 1]}, "axis": {"format": "%", "tickCount": 3}},
-                               "color": series("verdict", rows) | {"legend": None}, "tooltip": tips(rows)}}
+    x = {"field": "share", "type": "quantitative", "title": "share of the requests", "scale": {"domain": [0, 1]},
+         "axis": {"format": "%", "tickCount": 3}}
+    share = {"width": 130, "height": {"step": 30}} | layer("bar", {
+        "y": y, "x": x, "color": series("verdict", rows) | {"legend": None}, "tooltip": tips(rows)}, tooltip=True)
     body = share | {"width": 520}
     if any(row["tau"] is not None for row in rows):
         body = {"columns": 2, "concat": [share, _canary_acceptance(rows, y)]}
@@ -271,21 +249,17 @@ def canary(endpoint: Endpoint, canaries: Sequence[Canary]) -> Figure:
 
 
 def _canary_acceptance(rows: list[Row], y: Row) -> Row:
-    known = {"filter": "datum.tau !== null"}
-
     def across(name: str) -> Row:
         # All layers name the axis, and none reaches its frame.
         return {"field": name, "type": "quantitative", "title": "acceptance length tau",
                 "scale": {"zero": False, "padding": 8}, "axis": {"tickCount": 4}}
 
     return {"width": 130, "height": {"step": 30}, "layer": [
-        {"mark": {"type": "tick", "thickness": 3, "size": 20, "style": INK},
-         "encoding": {"y": y, "x": across("proven_tau")}},
-        {"transform": [known], "mark": {"type": "rule", "strokeWidth": 2},
-         "encoding": {"y": y, "x": across("tau_low"), "x2": {"field": "tau_high"}}},
-        {"transform": [known], "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-         "encoding": {"y": y, "x": across("tau"), "color": series("verdict", rows) | {"legend": None},
-                      "tooltip": tips(rows)}}]}
+        layer("tick", {"y": y, "x": across("proven_tau")}, thickness=3, size=20, style=INK),
+        layer("rule", {"y": y, "x": across("tau_low"), "x2": {"field": "tau_high"}}, "datum.tau !== null",
+              strokeWidth=2),
+        layer("point", {"y": y, "x": across("tau"), "color": series("verdict", rows) | {"legend": None},
+                        "tooltip": tips(rows)}, "datum.tau !== null", filled=True, size=70, opacity=1)]}
 
 
 def _canary_rows(endpoint: Endpoint, shown: Canary, all_of_them: Sequence[Canary]) -> list[Row]:

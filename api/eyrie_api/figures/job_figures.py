@@ -7,7 +7,6 @@ Intervals are 95 % and drawn as lines through the point. Off, decoding without s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from eyrie_api.contract.engine import DraftTreeShape
@@ -19,7 +18,7 @@ from eyrie_api.contract.reports import BenchmarkReport, LeaderboardEntry, TuneRe
 from eyrie_api.contract.status import JobReport
 from eyrie_api.contract.tuning import OFF, OperatingMap, Trial
 from eyrie_api.errors import NotFound
-from eyrie_api.figures.vega_lite import INK, OWN_LEGENDS, Row, figure, number, rounded, series, tips
+from eyrie_api.figures.vega_lite import INK, Row, figure, layer, layered, number, ordinal, points, rounded, series, tips
 
 _MOST_SETTINGS = 5  # lines over concurrency; more are not distinguishable
 _TAU = "acceptance length tau (tokens per target pass)"
@@ -71,20 +70,16 @@ def leaderboard(entries: Sequence[LeaderboardEntry], selected: str = "") -> Figu
              "output": "identical" if entry.lossless else "changed"} for entry in entries]
     y = {"field": "checkpoint", "type": "nominal", "sort": [row["checkpoint"] for row in rows], "title": None}
     colour = series("family", rows)
-    ranges: Row = {"transform": [{"filter": "datum.low !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
-                   "encoding": {"x": number("low", None), "x2": {"field": "high"}, "y": y,
-                                "color": colour | {"legend": None}}}
-    points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
-                   "encoding": {"x": number("speedup", _SPEEDUP), "y": y, "color": colour, "shape": colour,
-                                "tooltip": tips(rows)}}
+    ranges = layer("rule", {"x": number("low", None), "x2": {"field": "high"}, "y": y,
+                            "color": colour | {"legend": None}}, "datum.low !== null", strokeWidth=2)
+    means = points(rows, {"x": number("speedup", _SPEEDUP), "y": y}, colour, 80)
     first, of = entries[0], f" of the selection ({selected})" if selected else ""
     span = first.speedup_interval
     between = "" if span is None else f" ({span.low:.2f} to {span.high:.2f})"
     return figure("leaderboard", f"{rows[0]['checkpoint']} leads with {first.speedup:.2f}x{between}",
                   f"Mean speed-up over all suites and temperatures{of}, one request at a time, with its 95 % interval, "
                   "best first and lossless ones before the others; no drafter is the line at 1.", rows,
-                  {"width": 520, "height": {"step": 30}, "layer": [_off_line("x"), ranges, points],
-                   "resolve": OWN_LEGENDS})
+                  layered([_off_line("x"), ranges, means], {"step": 30}))
 
 
 def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
@@ -97,21 +92,18 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
              **_interval(cell.speedup_interval), "mean_speedup": rounded(report.speedup)}
             for report in ranked for cell in report.cells]
     y = {"field": "checkpoint", "type": "nominal", "sort": [report.checkpoint for report in ranked], "title": None}
-    offset = {"field": "suite", "type": "nominal", "sort": None}
-    mean: Row = {"mark": {"type": "tick", "thickness": 3, "size": 34, "style": INK},
-                 "encoding": {"x": {"aggregate": "mean", "field": "mean_speedup", "type": "quantitative"}, "y": y}}
-    ranges: Row = {"mark": {"type": "rule", "strokeWidth": 2},
-                   "encoding": {"x": number("low", None), "x2": {"field": "high"}, "y": y, "yOffset": offset,
-                                "color": series("suite", rows)}}
-    points: Row = {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-                   "encoding": {"x": number("speedup", _SPEEDUP), "y": y, "yOffset": offset,
-                                "color": series("suite", rows), "shape": series("suite", rows),
-                                "tooltip": tips(rows)}}
+    down = {"y": y, "yOffset": {"field": "suite", "type": "nominal", "sort": None}}
+    colour = series("suite", rows)
+    layers = [_off_line("x"),
+              layer("rule", down | {"x": number("low", None), "x2": {"field": "high"}, "color": colour}, strokeWidth=2),
+              layer("tick", {"x": {"aggregate": "mean", "field": "mean_speedup", "type": "quantitative"}, "y": y},
+                    thickness=3, size=34, style=INK),
+              points(rows, down | {"x": number("speedup", _SPEEDUP)}, colour)]
     body: Row = {"facet": {"row": {"field": "temperature", "type": "ordinal", "title": None,
                                    "header": {"labelExpr": "'temperature ' + datum.value", "labelOrient": "top",
                                               "labelAnchor": "start", "labelAngle": 0}}},
                  "spec": {"height": {"step": max(34, 12 * len({row["suite"] for row in rows})), "for": "position"},
-                          "width": 480, "layer": [_off_line("x"), ranges, mean, points]}}
+                          "width": 480, "layer": layers}}
     best = ranked[0]
     return figure("throughput", f"{best.checkpoint} is {best.speedup:.2f}x as fast as no drafter, on average",
                    "Speed-up over the same engine without a drafter, one request at a time: a point with its 95 % "
@@ -132,9 +124,9 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
         rows.append({"kind": "chain of the tuner" if cell.tree.top_k == 1 else "tree of the tuner",
                      "what": tune.checkpoint if tune else "", "shape": cell.tree.label(), "tau": rounded(cell.tau),
                      "tokens_per_s": rounded(cell.tokens_per_s), "speedup": rounded(cell.speedup)})
-    body: Row = {"width": 520, "height": 320, "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.85},
-                 "encoding": {"x": number("tau", _TAU), "y": number("tokens_per_s", "tokens per second"),
-                              "color": series("kind", rows), "shape": series("kind", rows), "tooltip": tips(rows)}}
+    kinds, across = series("kind", rows), {"x": number("tau", _TAU), "y": number("tokens_per_s", "tokens per second")}
+    body = {"width": 520, "height": 320} | layer("point", across | {
+        "color": kinds, "shape": kinds, "tooltip": tips(rows)}, filled=True, size=70, opacity=0.85)
     return figure("tau-throughput", "Acceptance length against throughput",
                    "One request at a time: points that lie lower at the same tau spend more on drafting and verifying; "
                    "checkpoints and shapes were measured in separate runs on other prompts.", rows, body)
@@ -143,30 +135,30 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
 def tuning(report: TuneReport) -> Figure:
     """Speed-up by depth and width at the lowest load, one panel per number of draft tokens."""
     shown = shapes_of(report)
-    middle = (min(shape.speedup for shape in shown) + max(shape.speedup for shape in shown)) / 2
-    rows = [{"panel": f"trees of {shape.tree.num_draft_tokens} tokens" if shape.tree.top_k > 1 else "chains" + (
-                 "" if shape.tree.verification == "target" else f", {shape.tree.verification}")
-             + shape.tree.draft.label().replace("/", ", "),
-             **{name: getattr(shape.tree, name) for name in ("num_steps", "top_k", "num_draft_tokens")},
-             "speedup": rounded(shape.speedup), "tau": rounded(shape.tau),
-             "known_by": "measurement" if shape.measured else "prediction", "winner": shape.tree == report.winner,
-             "label": f"{shape.speedup:.2f}x" if shape.measured else f"({shape.speedup:.2f}x)"}
-            for shape in sorted(shown, key=lambda shape: (shape.tree.top_k > 1, shape.tree.num_draft_tokens))]
-    across = {"x": {"field": "top_k", "type": "ordinal", "title": "top_k", "axis": {"labelAngle": 0}},
+    speedups = [speedup for _, speedup, _, _ in shown]
+    middle = (min(speedups) + max(speedups)) / 2
+    rows = [{"panel": f"trees of {tree.num_draft_tokens} tokens" if tree.top_k > 1 else "chains" + (
+                 "" if tree.verification == "target" else f", {tree.verification}")
+             + tree.draft.label().replace("/", ", "),
+             **{name: getattr(tree, name) for name in ("num_steps", "top_k", "num_draft_tokens")},
+             "speedup": rounded(speedup), "tau": rounded(tau),
+             "known_by": "measurement" if measured else "prediction", "winner": tree == report.winner,
+             "label": f"{speedup:.2f}x" if measured else f"({speedup:.2f}x)"}
+            for tree, speedup, tau, measured in sorted(
+                shown, key=lambda shape: (shape[0].top_k > 1, shape[0].num_draft_tokens))]
+    across = {"x": ordinal("top_k", "top_k"),
               "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps"}}
     cells, best = _map_cells(across, "speedup", _SPEEDUP, rows), _map_frame(across, "winner")
-    labels: Row = {"mark": {"type": "text", "fontSize": 12},
-                   "encoding": across | {
-                       "text": {"field": "label"},
-                       # The cell is dark below the middle of the scale, on either background.
-                       "color": {"condition": {"test": f"datum.speedup < {middle}", "value": "#ffffff"},
-                                 "value": "#000000"}}}
+    labels = layer("text", across | {
+        "text": {"field": "label"},
+        # The cell is dark below the middle of the scale, on either background.
+        "color": {"condition": {"test": f"datum.speedup < {middle}", "value": "#ffffff"}, "value": "#000000"}},
+                   fontSize=12)
     body: Row = {"facet": {"field": "panel", "type": "nominal", "sort": list(dict.fromkeys(r["panel"] for r in rows)),
                            "title": None, "header": {"labelFontSize": 12}},
                  "columns": 2, "resolve": {"scale": {"x": "independent"}, "axis": {"y": "independent"}},
                  "spec": {"width": {"step": 62}, "height": {"step": 30}, "layer": [cells, best, labels]}}
-    winner = next((shape for shape in shown if shape.tree == report.winner), None)
-    fast = "" if winner is None else f": {winner.speedup:.2f}x at tau {winner.tau:.1f}"
+    fast = next((f": {speedup:.2f}x at tau {tau:.1f}" for tree, speedup, tau, _ in shown if tree == report.winner), "")
     return figure("tuning", f"{report.winner.label()} is the drafter's best shape{fast}",
                    "Lowest load, mean over temperatures: figures in brackets are predicted, the others measured; the "
                    "frame is the best shape, and a chain verifies num_steps + 1 tokens.", rows, body)
@@ -189,51 +181,44 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
             **_interval(trial.speedup_interval if trial else None),
             "combined": rounded(point.speedup) if point else None})
     rows.sort(key=lambda row: (row["concurrency"], row["setting"]))
-    x = {"field": "concurrency", "type": "ordinal", "title": "requests decoded at once", "axis": {"labelAngle": 0}}
+    x = ordinal("concurrency", "requests decoded at once")
     labels = ["off", *(setting.label() for setting in shown)]
     colour = series("setting", [{"setting": label} for label in labels])
     no_legend = colour | {"legend": None}
-    lines: Row = {"transform": [{"filter": "datum.predicted !== null"}],
-                  "mark": {"type": "line", "strokeDash": [5, 4], "strokeWidth": 1.5},
-                  "encoding": {"x": x, "y": number("predicted", None), "color": no_legend}}
-    ranges: Row = {"transform": [{"filter": "datum.low !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
-                   "encoding": {"x": x, "y": number("low", None), "y2": {"field": "high"}, "color": no_legend}}
-    points: Row = {"transform": [{"filter": "datum.measured !== null"}],
-                   "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},
-                   "encoding": {"x": x, "y": number("measured", "tokens/s over no speculation"), "color": colour,
-                                "shape": colour, "tooltip": tips(rows)}}
-    rings: Row = {"transform": [{"filter": "datum.chosen"}],
-                  "mark": {"type": "point", "size": 320, "filled": False, "strokeWidth": 2, "style": INK},
-                  "encoding": {"x": x, "y": number("combined", None)}}
-    layers = [_off_line("y"), lines, ranges, points, rings]
+    layers = [
+        _off_line("y"),
+        layer("line", {"x": x, "y": number("predicted", None), "color": no_legend}, "datum.predicted !== null",
+              strokeDash=[5, 4], strokeWidth=1.5),
+        layer("rule", {"x": x, "y": number("low", None), "y2": {"field": "high"}, "color": no_legend},
+              "datum.low !== null", strokeWidth=2),
+        points(rows, {"x": x, "y": number("measured", "tokens/s over no speculation")}, colour, 80,
+               "datum.measured !== null"),
+        layer("point", {"x": x, "y": number("combined", None)}, "datum.chosen", size=320, filled=False, strokeWidth=2,
+              style=INK)]
     if chart.crossover is not None and any(row["concurrency"] == chart.crossover for row in rows):
         here: Row = {"transform": [{"filter": f"datum.concurrency === {chart.crossover}"},
                                    {"aggregate": [], "groupby": ["concurrency"]}]}
-        layers += [here | {"mark": {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 1.5}, "encoding": {"x": x}},
-                   here | {"mark": {"type": "text", "align": "right", "dx": -5, "dy": 10, "text": "crossover"},
-                           "encoding": {"x": x, "y": {"value": 0}}}]
+        layers += [here | layer("rule", {"x": x}, strokeDash=[2, 3], strokeWidth=1.5),
+                   here | layer("text", {"x": x, "y": {"value": 0}}, align="right", dx=-5, dy=10, text="crossover")]
     pays = ("Speculation pays at every load examined" if chart.crossover is None else
             f"Speculation stops paying at {chart.crossover} requests at once")
     return figure("operating-map", pays,
                    "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
                    "(prediction and measurement combined); off is the line at 1.",
-                   rows, {"width": 520, "height": 320, "layer": layers, "resolve": OWN_LEGENDS})
+                   rows, layered(layers, 320))
 
 
 def _map_cells(across: Row, value: str, title: str, rows: Sequence[Row]) -> Row:
     """Cells coloured by a field, with a tooltip."""
-    return {"mark": {"type": "rect", "tooltip": True},
-            "encoding": across | {
-                "color": {"field": value, "type": "quantitative", "title": title,
-                          "scale": {"scheme": "viridis", "zero": False, "nice": False},
-                          "legend": {"orient": "bottom", "gradientLength": 200}},
-                "tooltip": tips(rows)}}
+    colour = {"field": value, "type": "quantitative", "title": title,
+              "scale": {"scheme": "viridis", "zero": False, "nice": False},
+              "legend": {"orient": "bottom", "gradientLength": 200}}
+    return layer("rect", across | {"color": colour, "tooltip": tips(rows)}, tooltip=True)
 
 
 def _map_frame(across: Row, flag: str) -> Row:
     """A frame around the cells of which a field is true."""
-    return {"transform": [{"filter": f"datum.{flag}"}],
-            "mark": {"type": "rect", "fillOpacity": 0, "stroke": "#d55e00", "strokeWidth": 4}, "encoding": across}
+    return layer("rect", across, f"datum.{flag}", fillOpacity=0, stroke="#d55e00", strokeWidth=4)
 
 
 def needed_tau(report: TuneReport) -> Figure:
@@ -248,20 +233,18 @@ def needed_tau(report: TuneReport) -> Figure:
                      "label": f"{'none' if row.tau is None else f'{row.tau:.2f}'}\n{own}"})
     needed = [row.tau for row in report.needed_tau if row.tau is not None]
     middle = (min(needed, default=1.0) + max(needed, default=1.0)) / 2
-    across = {"x": {"field": "users", "type": "ordinal", "title": "requests decoded at once",
-                    "axis": {"labelAngle": 0}},
+    across = {"x": ordinal("users", "requests decoded at once"),
               "y": {"field": "num_steps", "type": "ordinal", "title": "num_steps of a chain"}}
     cells = _map_cells(across, "needed_tau", "tau needed", rows) | {
         "transform": [{"filter": "datum.needed_tau !== null"}]}
     enough = _map_frame(across, "enough")
-    labels: Row = {"mark": {"type": "text", "fontSize": 12, "lineBreak": "\n", "baseline": "middle", "dy": -6,
-                            "style": INK},
-                   "encoding": across | {
-                       "text": {"field": "label"},
-                       # A cell is dark below the middle of the scale, on either background; without one is the page.
-                       "color": {"condition": [
-                           {"test": f"datum.needed_tau !== null && datum.needed_tau < {middle}", "value": "#ffffff"},
-                           {"test": "datum.needed_tau !== null", "value": "#000000"}]}}}
+    labels = layer("text", across | {
+        "text": {"field": "label"},
+        # A cell is dark below the middle of the scale, on either background; without one is the page.
+        "color": {"condition": [
+            {"test": f"datum.needed_tau !== null && datum.needed_tau < {middle}", "value": "#ffffff"},
+            {"test": "datum.needed_tau !== null", "value": "#000000"}]}},
+                   fontSize=12, lineBreak="\n", baseline="middle", dy=-6, style=INK)
     loads = list(dict.fromkeys(row["users"] for row in rows))
     paying = {row["users"] for row in rows if row["enough"]}
     return figure("needed-tau", f"The drafter's tau is enough at {len(paying)} of {len(loads)} loads",
@@ -295,8 +278,7 @@ def pareto(report: LoadReport, num_devices: int) -> Figure:
                    f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens "
                    "for each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point "
                    "is the number of users.",
-                   rows, _throughput_and_interactivity(
-                       rows, number("tokens_per_s_per_device", "tokens per second of a device (throughput)")))
+                   rows, _throughput_and_interactivity(rows, "device"))
 
 
 def hardware(report: HardwareReport) -> Figure:
@@ -312,46 +294,32 @@ def hardware(report: HardwareReport) -> Figure:
                    f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
                    "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
                    "and the figure at a point is the number of users; a row has its money per million tokens.",
-                   rows, _throughput_and_interactivity(
-                       rows, number("tokens_per_s_per_device", "tokens per second of a GPU (throughput)")))
+                   rows, _throughput_and_interactivity(rows, "GPU"))
 
 
-def _throughput_and_interactivity(rows: list[Row], y: Row) -> Row:
-    x = number("tokens_per_s_per_user", "tokens per second, one user (interactivity)")
-    lines: Row = {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {
-        "x": x, "y": y, "color": series("variant", rows), "order": {"field": "users", "type": "quantitative"}}}
-    points: Row = {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1}, "encoding": {
-        "x": x, "y": y, "color": series("variant", rows), "shape": series("variant", rows), "tooltip": tips(rows)}}
-    users: Row = {"mark": {"type": "text", "dx": 8, "dy": -8, "align": "left", "fontSize": 11},
-                  "encoding": {"x": x, "y": y, "text": {"field": "users", "type": "quantitative"}}}
-    return {"width": 520, "height": 320, "layer": [lines, points, users]}
+def _throughput_and_interactivity(rows: list[Row], device: str) -> Row:
+    across = {"x": number("tokens_per_s_per_user", "tokens per second, one user (interactivity)"),
+              "y": number("tokens_per_s_per_device", f"tokens per second of a {device} (throughput)")}
+    users, colour = {"field": "users", "type": "quantitative"}, series("variant", rows)
+    return {"width": 520, "height": 320, "layer": [
+        layer("line", across | {"color": colour, "order": users}, strokeWidth=2), points(rows, across, colour, 80),
+        layer("text", across | {"text": users}, dx=8, dy=-8, align="left", fontSize=11)]}
 
 
-@dataclass(frozen=True)
-class TunedShape:
-    """One shape of the drafter at the lowest load."""
-
-    tree: DraftTreeShape
-    speedup: float
-    """Measured where it was, predicted otherwise."""
-
-    tau: float
-    measured: bool
-
-
-def shapes_of(report: TuneReport) -> list[TunedShape]:
-    """All shapes of the drafter at the lowest load; in a report without trials, the measured ones."""
+def shapes_of(report: TuneReport) -> list[tuple[DraftTreeShape, float, float, bool]]:
+    """All shapes of the drafter at the lowest load, each with its speed-up and tau, measured where they were, predicted
+    otherwise, and whether it was; in a report without trials, the measured ones."""
     if not report.trials:
-        return [TunedShape(cell.tree, cell.speedup, cell.tau, True) for cell in report.cells]
+        return [(cell.tree, cell.speedup, cell.tau, True) for cell in report.cells]
     lowest = min(trial.concurrency for trial in report.trials)
-    return [TunedShape(trial.setting.tree, trial.speedup if trial.speedup is not None else trial.predicted_speedup,
-                   trial.tau if trial.tau is not None else trial.predicted_tau, trial.speedup is not None)
+    return [(trial.setting.tree, trial.speedup if trial.speedup is not None else trial.predicted_speedup,
+             trial.tau if trial.tau is not None else trial.predicted_tau, trial.speedup is not None)
             for trial in report.trials
             if trial.concurrency == lowest and trial.setting.method == "drafter" and trial.setting.tree is not None]
 
 
 def _off_line(axis: str) -> Row:
-    return {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {axis: {"datum": 1.0, "type": "quantitative"}}}
+    return layer("rule", {axis: {"datum": 1.0, "type": "quantitative"}}, strokeWidth=1.5)
 
 
 def _interval(interval: Interval | None) -> Row:

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 
 from eyrie_api.contract.figures import Figure
 from eyrie_api.contract.load import LoadComparison, LoadLevel, LoadReport
-from eyrie_api.figures.vega_lite import OWN_LEGENDS, Row, figure, number, rounded, series, tips
+from eyrie_api.figures.vega_lite import Row, figure, layer, layered, number, ordinal, points, rounded, series
 
 _MIN_ROUNDS = 8  # below it one round moves a point of acceptance by more than a tenth
 _UNITS = {"closed": "concurrent users", "open": "requests per second"}
@@ -49,17 +49,15 @@ def throughput(report: LoadReport, levels: Sequence[LoadLevel]) -> Figure:
     panels: list[Row] = []
     for field, low, high, title in (("tokens_per_s_per_user", "user_low", "user_high", "tokens per second, one user"),
                                     ("tokens_per_s", "low", "high", "tokens per second, all users")):
-        ranges: Row = {"transform": [{"filter": f"datum.{low} !== null"}], "mark": {"type": "rule", "strokeWidth": 2},
-                       "encoding": {"x": x, "y": {"field": low, "type": "quantitative"}, "y2": {"field": high},
-                                    "color": series("variant", rows) | {"legend": None}}}
-        panels.append({"width": 360, "height": 280, "layer": [ranges, *_line(rows, x, field, title)],
-                       "resolve": OWN_LEGENDS})
+        ranges = layer("rule", {"x": x, "y": {"field": low, "type": "quantitative"}, "y2": {"field": high},
+                                "color": series("variant", rows) | {"legend": None}},
+                       f"datum.{low} !== null", strokeWidth=2)
+        panels.append(layered([ranges, *_line(rows, x, field, title)], width=360))
     if report.crossover is not None:
         at = {"x": {"datum": report.crossover, "type": "quantitative"}}
         panels[1]["layer"] += [
-            {"mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5}, "encoding": at},
-            {"mark": {"type": "text", "align": "left", "dx": 5, "text": f"crossover at {report.crossover:.3g}"},
-             "encoding": at | {"y": {"value": 270}}}]
+            layer("rule", at, strokeDash=[5, 4], strokeWidth=1.5),
+            layer("text", at | {"y": {"value": 270}}, align="left", dx=5, text=f"crossover at {report.crossover:.3g}")]
     return figure("load-throughput", _finding(report, levels), _detail(report), rows, {"columns": 2, "concat": panels})
 
 
@@ -89,11 +87,10 @@ def latency(report: LoadReport, levels: Sequence[LoadLevel], name: str) -> Figur
         for level in levels for first, between in [(level.total.ttft_s, level.total.inter_token_s)]
         for quantile in ("p50", "p99")]
     x = _levels_axis(levels)
-    panels = [{"width": 360, "height": 280, "layer": _line(rows, x, field, title, {"strokeDash": {
-        "field": "quantile", "type": "nominal", "title": None, "legend": {"symbolSize": 400},
-        "scale": {"domain": ["p50", "p99"], "range": [[1, 0], [5, 4]]}}}),
-               "resolve": OWN_LEGENDS} for field, title in (("first_token_ms", "time to first token, ms"),
-                                                            ("between_tokens_ms", "time between tokens, ms"))]
+    dashed = {"strokeDash": {"field": "quantile", "type": "nominal", "title": None, "legend": {"symbolSize": 400},
+                             "scale": {"domain": ["p50", "p99"], "range": [[1, 0], [5, 4]]}}}
+    panels = [layered(_line(rows, x, field, title, dashed), width=360) for field, title in (
+        ("first_token_ms", "time to first token, ms"), ("between_tokens_ms", "time between tokens, ms"))]
     compared = [ratio for ratio in report.comparisons
                 if ratio.mode == levels[0].mode and ratio.ttft_p99_ratio is not None]
     finding = "Latencies by load"
@@ -117,10 +114,9 @@ def categories(report: LoadReport) -> Figure:
                    "xOffset": {"field": "load", "type": "nominal", "sort": None},
                    "y": {"field": "ratio", "type": "quantitative",
                          "title": f"tokens per second of one user, {variant} / {baseline}"}}
-    layers: list[Row] = [
-        {"mark": {"type": "bar", "tooltip": True}, "encoding": across | {"color": series("load", rows)}},
-        {"mark": {"type": "text", "dy": -8, "fontSize": 10}, "encoding": across | {"text": {"field": "label"}}},
-        {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"y": {"datum": 1.0, "type": "quantitative"}}}]
+    layers = [layer("bar", across | {"color": series("load", rows)}, tooltip=True),
+              layer("text", across | {"text": {"field": "label"}}, dy=-8, fontSize=10),
+              layer("rule", {"y": {"datum": 1.0, "type": "quantitative"}}, strokeWidth=1.5)]
     worst = min(rows, key=lambda row: row["ratio"])
     finding = (f"{variant}: every category gains at every load, least {worst['category']} at {worst['load']} "
                f"({worst['ratio']:.2f}x)" if worst["ratio"] > 1.0 else
@@ -144,22 +140,19 @@ def acceptance(report: LoadReport) -> Figure:
                   "acceptance": rounded(further / reached)}
                  for position, (reached, further) in enumerate(pairwise(at_least), start=1)
                  if reached >= _MIN_ROUNDS]
-    x = {"field": "position", "type": "ordinal", "title": "position in the draft", "axis": {"labelAngle": 0}}
     best = max(taus, key=lambda variant: taus[variant])
     return figure("load-acceptance", f"{best}: {taus[best]:.2f} tokens per target pass under load",
                   f"{best} is {report.variants[best]}; positions reached in at least {_MIN_ROUNDS} rounds; "
                   f"{_detail(report)}", rows,
-                  {"width": 520, "height": 280, "resolve": OWN_LEGENDS,
-                   "layer": _line(rows, x, "acceptance", "P(accepted | the one before was)")})
+                  layered(_line(rows, ordinal("position", "position in the draft"), "acceptance",
+                                "P(accepted | the one before was)")))
 
 
 def _line(rows: Sequence[Row], x: Row, field: str, title: str, more: Row | None = None) -> list[Row]:
     """Layers of a line for each variant and its points."""
-    colour, y = series("variant", rows), {"field": field, "type": "quantitative", "title": title}
-    return [{"mark": {"type": "line", "strokeWidth": 2},
-             "encoding": {"x": x, "y": y, "color": colour | {"legend": None}} | (more or {})},
-            {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-             "encoding": {"x": x, "y": y, "color": colour, "shape": colour, "tooltip": tips(rows)}}]
+    colour, across = series("variant", rows), {"x": x, "y": {"field": field, "type": "quantitative", "title": title}}
+    return [layer("line", across | {"color": colour | {"legend": None}} | (more or {}), strokeWidth=2),
+            points(rows, across, colour)]
 
 
 def _levels_axis(levels: Sequence[LoadLevel]) -> Row:

@@ -112,16 +112,13 @@ def curves_of(metrics: Iterable[MetricSeries]) -> contract.TrainingCurves:
                                      y_label=chart.y_label, curves=curves))
     return contract.TrainingCurves(
         charts=tuple(charts),
-        runs=tuple(_run(key, run) for key, run in runs.items()),
+        runs=tuple(contract.CurveRun(
+            key=key, label=key or "training", step=max(max(points) for points in run.values()),
+            ended=RUNG in run and _last(run[RUNG]) == 0, latest=tuple(
+                contract.LatestValue(title=title, value=rounded(_last(run[name])) if name in run else None)
+                for title, name in LATEST)) for key, run in runs.items()),
         rungs=_rungs(runs), themes=THEMES,
         dashes=tuple(contract.Dash(name=name, pattern=pattern) for name, pattern in DASHES))
-
-
-def _run(key: str, run: Metrics) -> contract.CurveRun:
-    latest = tuple(contract.LatestValue(title=title, value=rounded(_last(run[name])) if name in run else None)
-                   for title, name in LATEST)
-    return contract.CurveRun(key=key, label=key or "training", step=max(max(values) for values in run.values()),
-                             ended=RUNG in run and _last(run[RUNG]) == 0, latest=latest)
 
 
 def _last(values: Values) -> float:

@@ -8,7 +8,7 @@ are left out for want of contrast. No figure distinguishes by colour alone: each
 named in the row or in the cell.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal, overload
 
@@ -60,9 +60,6 @@ THEMES: dict[Theme, dict[str, JsonValue]] = {"light": _theme("light"), "dark": _
 
 Row = dict[str, Any]
 
-# Only the points have a legend: the other layers would add one without shapes.
-OWN_LEGENDS: Mapping[str, Any] = {"legend": {"color": "independent", "shape": "independent"}}
-
 
 def figure(name: FigureName, title: str, caption: str, rows: list[Row], body: Row,
            changed_at: datetime | None = None) -> Figure:
@@ -77,6 +74,11 @@ def number(field: str, title: str | None) -> Row:
     return axis if title is None else axis | {"title": title}
 
 
+def ordinal(field: str, title: str) -> Row:
+    """An axis of a few values in their order."""
+    return {"field": field, "type": "ordinal", "title": title, "axis": {"labelAngle": 0}}
+
+
 def series(field: str, rows: Iterable[Row]) -> Row:
     """Colour or shape by the values of a field, in their order."""
     # Colour and shape share one legend only where both have the same explicit domain.
@@ -87,6 +89,30 @@ def series(field: str, rows: Iterable[Row]) -> Row:
 def tips(rows: Iterable[Row]) -> list[Row]:
     """What is shown of a row that is pointed at."""
     return [{"field": field} for field in next(iter(rows), {}) if field != "label"]
+
+
+def layer(mark: str, encoding: Row, where: str = "", **style: Any) -> Row:
+    """Marks of one kind, of the rows that an expression selects; empty: of all."""
+    drawn: Row = {"mark": {"type": mark} | style, "encoding": encoding}
+    return {"transform": [{"filter": where}]} | drawn if where else drawn
+
+
+def points(rows: Iterable[Row], across: Row, colour: Row, size: int = 70, where: str = "") -> Row:
+    """Filled points with all values of a row as tooltip. Their colour is their shape too."""
+    return layer("point", across | {"color": colour, "shape": colour, "tooltip": tips(rows)}, where,
+                 filled=True, size=size, opacity=1)
+
+
+def layered(layers: list[Row], height: int | Row = 280, width: int = 520) -> Row:
+    """The body of a figure, or a panel of one. Only the points have a legend: the others would add one without
+    shapes."""
+    return {"width": width, "height": height, "layer": layers,
+            "resolve": {"legend": {"color": "independent", "shape": "independent"}}}
+
+
+def dashes(number: int) -> list[list[int]]:
+    """The first patterns of lines, as a figure has them."""
+    return [list(pattern or SOLID) for _, pattern in DASHES[:number]]
 
 
 @overload

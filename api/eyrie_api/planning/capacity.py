@@ -51,7 +51,9 @@ def requests_of(spec: JobSpec) -> list[tuple[str, PlacementRequest]]:
     """Every placement that a job requests, by the field that names it."""
     return [("placement.every", spec.placement.every),
             *((f"placement.stages.{stage}", request) for stage, request in spec.placement.stages.items()),
-            ("serve.placement", spec.serve.placement)]
+            ("serve.placement", spec.serve.placement),
+            *((f"prove.hardware.profiles.{number}.placement", profile.placement)
+              for number, profile in enumerate(spec.prove.profiles))]
 
 
 def gpus_without_room(submission: Submission, *, for_other_machines: bool = False) -> Sequence[EyrieError]:
@@ -65,13 +67,11 @@ def gpus_without_room(submission: Submission, *, for_other_machines: bool = Fals
     weights, computed = (submission.weight_bytes(engine) for engine in (job.spec.engine.kind, "embedded"))
     if facts.sizes is None or weights is None or computed is None:
         return []
-    if facts.profile is not None:
-        return too_small_gpus(job, facts.sizes, weights, computed=computed, node_gpus=submission.node_gpus,
-                              serves=facts.profile.serving is not None)
-    here = gpu_memory_here()
+    here, profile = gpu_memory_here(), facts.profile
     return too_small_gpus(
-        job, facts.sizes, weights, computed=computed, node_gpus=submission.node_gpus, serves=True,
-        memory=lambda label: memory_of(label) if for_other_machines and label is not None else here)
+        job, facts.sizes, weights, computed=computed, node_gpus=submission.node_gpus,
+        serves=profile is None or profile.serving is not None, memory=lambda label: memory_of(label) if (
+            profile is not None or (for_other_machines and label is not None)) else here)
 
 
 def memory_without_room(submission: Submission) -> Sequence[EyrieError]:

@@ -49,11 +49,7 @@ from eyrie_api.planning.target_config import check_config, computed_by_reference
 from eyrie_api.planning.target_files import check_weights
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import gpu_bytes
-from eyrie_api.quantities import size
-
-_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-          "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
-
+from eyrie_api.quantities import amount, size
 
 Check = Callable[[Submission], None]
 """Raises an error of `eyrie_api.errors` whose message names the field, its value and the rule."""
@@ -157,11 +153,10 @@ def engine_can_compute(submission: Submission) -> None:
     if job.spec.engine.kind != "sglang":
         return
     device = submission.facts.engine_device(job.gpus, job.serving_gpus)
-    if device == "gpu" and job.target.dtype == "float32":
-        raise InvalidInput("target.dtype is 'float32' and engine is 'sglang', whose attention kernels on GPUs have no "
-                           "float32", "set target.dtype to 'bfloat16', or engine to 'embedded'")
-    if device == "cpu" and job.target.dtype == "float16":
-        raise InvalidInput("target.dtype is 'float16' and engine is 'sglang', whose CPU kernels compute in bfloat16",
+    kernels = {("gpu", "float32"): "whose attention kernels on GPUs have no float32",
+               ("cpu", "float16"): "whose CPU kernels compute in bfloat16"}.get((device, job.target.dtype))
+    if kernels is not None:
+        raise InvalidInput(f"target.dtype is {job.target.dtype!r} and engine is 'sglang', {kernels}",
                            "set target.dtype to 'bfloat16', or engine to 'embedded'")
     for name, section in (("benchmark", job.spec.benchmark), ("tune", job.spec.tune)):
         above = [value for value in section.temperatures if value > 0.0]
@@ -198,10 +193,9 @@ def attention_backend_serves(submission: Submission) -> None:
     given = spec.engine.attention_backend
     if not facts.config or (given is None and not spec.draft_servings):
         return
-    hardware = () if spec.prove.hardware is None else spec.prove.hardware.profiles
     labels = gpu_names_here() if facts.profile is None else [
         *(placed.gpu_type for stage, placed in job.gpus.items() if stage != "train"), job.serving_gpus.gpu_type,
-        *(measured.placement.gpu_type for measured in hardware)]
+        *(measured.placement.gpu_type for measured in spec.prove.profiles)]
     known = [machine for label in dict.fromkeys(labels) if (machine := labelled(label)) is not None]
     if facts.engine_device(job.gpus, job.serving_gpus) == "cpu":
         known = [PROFILES["cpu"]]
@@ -304,10 +298,7 @@ def pods_fit_a_node(submission: Submission) -> None:
     job, spec, node_gpus = submission.job, submission.job.spec, submission.node_gpus
     wanted = [("engine.tp_size", spec.engine.tp_size)]
     if job.on_cluster:
-        profiles = spec.prove.hardware.profiles if spec.prove.hardware is not None else ()
-        wanted += [(f"{field}.num_gpus", request.num_gpus or 0) for field, request in (
-            *requests_of(spec), *((f"prove.hardware.profiles.{number}.placement", profile.placement)
-                                  for number, profile in enumerate(profiles)))]
+        wanted += [(f"{field}.num_gpus", request.num_gpus or 0) for field, request in requests_of(spec)]
     for field, num_gpus in wanted:
         if num_gpus <= node_gpus:
             continue
@@ -400,7 +391,7 @@ def hardware_profiles_exist(submission: Submission) -> None:
     job would wait without end."""
     spec, facts, prices = submission.job.spec, submission.facts.sizes, submission.settings.prices
     gpus, processors = gpus_of(os.environ), len(os.sched_getaffinity(0))
-    for number, profile in enumerate(spec.prove.hardware.profiles if spec.prove.hardware is not None else ()):
+    for number, profile in enumerate(spec.prove.profiles):
         field, placed, label = f"prove.hardware.profiles.{number}", profile.placement, profile.placement.gpu_type
         num_gpus = placed.num_gpus or 0
         if submission.job.on_cluster:
@@ -443,8 +434,7 @@ def shards_fit_the_pod(submission: Submission) -> None:
     if (not isinstance(work, S3Work) or work.states != "ranged" or work.scratch_size is None
             or capture.mode == "stream"):
         return
-    number = work.scratch_size.rstrip("mkMGTPi")
-    scratch = int(float(number) * _UNITS[work.scratch_size.removeprefix(number)])
+    scratch = int(amount(work.scratch_size) or 0)
     processes = submission.job.num_processes("capture")
     if 2 * processes * shard > scratch:
         raise InvalidInput(

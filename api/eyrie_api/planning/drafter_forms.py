@@ -22,7 +22,6 @@ dropped, since every engine reads the target's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from eyrie_api.contract.drafter import DrafterSpec
@@ -108,15 +107,16 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, arc
         return _eagle1(config)
     if names in (_LLAMA, ["Eagle3LlamaForCausalLM"], [_EAGLE3]):
         return _eagle3(config, architecture, num_layers)
-    if _is_dspark(config):
-        converted = _dspark(config, num_layers)
-        return Form("dspark", converted, partial(_dspark_name, converted["enable_confidence_head"]))
+    own = _block_section(config)
+    if names in ([FAMILIES["dspark"].architecture], ["Qwen3DSparkModel"]) or (names == _DFLASH and (
+            own.get("projector_type") == "dspark" or own.get("markov_rank") or config.get("markov_rank"))):
+        return _dspark(config, num_layers)
     if names == ["DominoDraftModel"]:  # SpecForge's class of it
         config, names = {**config, "architectures": _DFLASH, "dflash_config": {
-            "projector_type": "domino", **_block_section(config)}}, _DFLASH
-    if names in _DFLASH2 or _IS_DFLASH2 in _block_section(config).items():
+            "projector_type": "domino", **own}}, _DFLASH
+    if names in _DFLASH2 or _IS_DFLASH2 in own.items():
         return Form("dflash", _dflash(config, num_layers) | {"architectures": [DFLASH2]}, _stored)
-    if names == [LILICORR] or _block_section(config).get("projector_type") == "lilicorr":
+    if names == [LILICORR] or own.get("projector_type") == "lilicorr":
         return Form("dflash", _dflash(config, num_layers) | {"architectures": [LILICORR]}, _stored)
     family = next((row.name for row in FAMILIES.values()
                    if names == [row.architecture] and row.of_target == holds_mtp_layers(config)), None)
@@ -276,20 +276,13 @@ def _dflash(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
                                  "num_target_layers": settings["num_target_layers"], "dflash_config": settings}
 
 
-def _is_dspark(config: Mapping[str, Any]) -> bool:
-    own, names = _block_section(config), config.get("architectures")
-    return names in ([FAMILIES["dspark"].architecture], ["Qwen3DSparkModel"]) or (
-        names == [FAMILIES["dflash"].architecture]
-        and bool(own.get("projector_type") == "dspark" or own.get("markov_rank") or config.get("markov_rank")))
-
-
 def _block_section(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a trainer has written about the block, in one section or two."""
     parts = (config.get("dflash_config"), config.get("dspark_config"))
     return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
 
 
-def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]:
+def _dspark(config: Mapping[str, Any], num_layers: int | None) -> Form:
     """With the head at the top level, where SGLang's class reads it, and the block in `dflash_config`."""
     own = _block_section(config)
     if own.get("sample_from_anchor", config.get("sample_from_anchor", True)) is not True:
@@ -302,15 +295,15 @@ def _dspark(config: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]
         own.pop(key, None)
     has_confidence = all(value is True for value in confidence.values())
     kept = {key: value for key, value in config.items() if key != "dspark_config"}
-    return _dflash(kept | {"dflash_config": own}, num_layers) | head | {
+    dropped = ("embed_tokens", "lm_head", *(() if has_confidence else ("confidence_head",)))
+
+    def name_of(name: str) -> str | None:
+        name = name.removeprefix("model.")
+        return None if name.split(".")[0] in dropped else _stored(name)
+
+    return Form("dspark", _dflash(kept | {"dflash_config": own}, num_layers) | head | {
         "architectures": [FAMILIES["dspark"].architecture], "enable_confidence_head": has_confidence,
-        "confidence_head_with_markov": has_confidence}
-
-
-def _dspark_name(has_confidence: bool, name: str) -> str | None:
-    name = name.removeprefix("model.")
-    dropped = ("embed_tokens", "lm_head") if has_confidence else ("confidence_head", "embed_tokens", "lm_head")
-    return None if name.split(".")[0] in dropped else _stored(name)
+        "confidence_head_with_markov": has_confidence}, name_of)
 
 
 def _spread_layers(num_draft_layers: object, num_layers: int | None) -> list[int] | None:
@@ -334,7 +327,10 @@ def form_faults(form: Form, tensors: Mapping[str, Header] | None, target: Target
         found = [*drafter_rules.kind_rules(form.config)] or [*drafter_rules.decoder_rules(form.config)]
         found += drafter_rules.vocabulary_rules(form.config, target)
     else:
-        found = [*drafter_rules.family_rules(form.family, form.config, headers)]
+        found = [*drafter_rules.config_rules(form.family, form.config)]
+        if not found and headers is not None and form.family in drafter_rules.DECODERS:
+            expected = drafter_rules.expected_tensors(form.family, form.config)
+            found += drafter_rules.tensor_rules(headers, expected)
         found += drafter_rules.vocabulary_rules(form.config, target)
     return [finding for finding in found if finding.severity == "error" and finding.code not in UNSERVED]
 

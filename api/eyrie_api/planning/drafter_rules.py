@@ -7,6 +7,7 @@ has rules of its own (`planning.eagle3_rules`); those of the other families are 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -141,28 +142,21 @@ def decoder_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("contract", fault.message, fault.hint)
 
 
-def eagle1_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """An EAGLE-1/2 drafter's config, as SGLang's `LlamaForCausalLMEagle` computes it."""
-    hint = "serve this one in SGLang, or train one"
-    expected = {"architectures": [FAMILIES["eagle1"].architecture], "model_type": "llama", "num_hidden_layers": 1,
-                "attention_bias": False, "mlp_bias": False}
-    for name, value in expected.items():
+_COMPUTED_BY_SGLANG: dict[str, dict[str, Any]] = {
+    "eagle1": {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False},
+    "mtp": {"model_type": "qwen2", "num_nextn_predict_layers": 1}}
+"""Values in the config of an EAGLE-1/2 drafter and of a target's MTP layer, as SGLang's classes `LlamaForCausalLMEagle`
+and `MiMoMTP` compute them, where the config names them."""
+
+
+def one_layer_rules(family: str, hint: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The config of a family of `_COMPUTED_BY_SGLANG`."""
+    for name, value in {"architectures": [FAMILIES[family].architecture], **_COMPUTED_BY_SGLANG[family]}.items():
         if config.get(name, value) != value:
             yield error("contract", f"{name} is {config[name]!r}, not {value!r}", hint)
-    if config.get("hot_vocab_size") not in (None, config["vocab_size"]):
+    if family == "eagle1" and config.get("hot_vocab_size") not in (None, config["vocab_size"]):
         yield error("contract", f"hot_vocab_size is {config['hot_vocab_size']!r}: a reduced output matrix is not "
                     "supported", hint)
-    if (window := layer_types(config)[1]) is not None:
-        yield error("contract", f"sliding_window is {window}: not what SGLang computes for this class", hint)
-
-
-def mtp_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The config of a target's MTP layer, as SGLang's `MiMoMTP` computes it."""
-    hint = "train another family"
-    expected = {"architectures": [FAMILIES["mtp"].architecture], "model_type": "qwen2", "num_nextn_predict_layers": 1}
-    for name, value in expected.items():
-        if config.get(name, value) != value:
-            yield error("contract", f"{name} is {config[name]!r}, not {value!r}", hint)
     if (window := layer_types(config)[1]) is not None:
         yield error("contract", f"sliding_window is {window}: not what SGLang computes for this class", hint)
 
@@ -189,22 +183,18 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
     if not isinstance(own, Mapping):
         yield error("contract", f"dflash_config is {own!r}, not an object", again)
         return
-    known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
-    if config.get("architectures") == [DFLASH2]:
-        known |= set(own) & {*_SELECTOR_KEYS, "output_multiplier", "final_logit_softcapping"}
-        if fault := _selector_fault(own, config["hidden_size"], config["vocab_size"]):
-            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
-            return
-    if config.get("architectures") == [LILICORR]:
-        known |= {*LILICORR_KEYS} | set(own) & {*_CONVOLUTION_KEYS}
-        if fault := _lilicorr_fault(own, config["hidden_size"], config["vocab_size"]):
-            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
-            return
-    if own.get("projector_type") == "domino":
-        known |= {"projector_type", *DOMINO_KEYS}
-        if fault := _domino_fault(own):
-            yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
-            return
+    known, architectures = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}, config.get(
+        "architectures")
+    for is_there, keys, fault_of in (
+            (architectures == [DFLASH2], set(own) & {*_SELECTOR_KEYS, "output_multiplier", "final_logit_softcapping"},
+             _selector_fault),
+            (architectures == [LILICORR], {*LILICORR_KEYS} | set(own) & {*_CONVOLUTION_KEYS}, _lilicorr_fault),
+            (own.get("projector_type") == "domino", {"projector_type", *DOMINO_KEYS}, _domino_fault)):
+        if is_there:
+            known |= keys
+            if fault := fault_of(own, config["hidden_size"], config["vocab_size"]):
+                yield error("contract", f"dflash_config: {fault}", "serve this one in SGLang")
+                return
     if set(own) != known:
         yield error("contract", f"dflash_config has {sorted(own)}, not {sorted(known)}",
                     "serve other variants in SGLang")
@@ -228,7 +218,7 @@ def block_rules(config: Mapping[str, Any], least_block: int) -> Iterator[Finding
 DOMINO_KEYS = ("pure_draft_prefix_len", "shift_label", "gru_hidden_dim", "emb_dim")
 
 
-def _domino_fault(own: Mapping[str, Any]) -> str | None:
+def _domino_fault(own: Mapping[str, Any], _hidden: int, _vocab: int) -> str | None:
     """The first fault of what Domino adds to `dflash_config`; SGLang 0.5.23 has the same rules."""
     if own.get("pure_draft_prefix_len") != 1 or not isinstance(own.get("shift_label"), bool):
         return (f"pure_draft_prefix_len is {own.get('pure_draft_prefix_len')!r} and shift_label "
@@ -321,8 +311,9 @@ def _whole(value: object, least: int, most: int | None) -> bool:
             and (most is None or value <= most))
 
 
-_DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
-    "eagle1": eagle1_rules, "mtp": mtp_rules, "standalone": standalone_rules,
+DECODERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Finding]]] = {
+    "eagle1": partial(one_layer_rules, "eagle1", "serve this one in SGLang, or train one"),
+    "mtp": partial(one_layer_rules, "mtp", "train another family"), "standalone": standalone_rules,
     "dflash": lambda config: block_rules(config, 2), "dspark": dspark_rules}
 SHARED_OUTPUT = {"medusa": False, "hydra": True}
 """Families of heads; whether all heads of one have one output matrix."""
@@ -332,19 +323,24 @@ def config_rules(family: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """The findings of a family that loads with the config alone; none for one without rules. EAGLE-3 has its own."""
     if family in SHARED_OUTPUT:
         yield from heads_rules(family, SHARED_OUTPUT[family], config)
-    elif family in _DECODERS:
+    elif family in DECODERS:
         # A config whose values are of other types, or whose layers are not computed, is not read further.
-        yield from [*kind_rules(config)] or [*decoder_rules(config)] or _DECODERS[family](config)
+        yield from [*kind_rules(config)] or [*decoder_rules(config)] or DECODERS[family](config)
+
+
+def decoder_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `DecoderSizes` of a config that has its keys."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return {"hidden_size": hidden, "num_layers": config["num_hidden_layers"],
+            "intermediate_size": config["intermediate_size"], "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads}
 
 
 def expected_tensors(family: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a drafter of `_DECODERS` whose config has no faults."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    sizes = TargetFacts(
-        hidden_size=hidden, num_layers=config["num_hidden_layers"], intermediate_size=config["intermediate_size"],
-        num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads, vocab_size=config["vocab_size"], tie_word_embeddings=False,
-        source="config.json")
+    """Names and shapes of the tensors of a drafter of `DECODERS` whose config has no faults."""
+    hidden, sizes = config["hidden_size"], TargetFacts(
+        **decoder_sizes(config), vocab_size=config["vocab_size"], tie_word_embeddings=False, source="config.json")
     model = target_files.expected_tensors(config, sizes)
     if family == "standalone":
         return model
@@ -434,17 +430,6 @@ def tensor_rules(tensors: Mapping[str, Header], expected: Mapping[str, tuple[int
         actual = tensors[name].shape if name in tensors else None
         if actual is not None and actual != tuple(shape):
             yield error("contract", f"{name} has shape {list(actual)}, not {list(shape)}", hint)
-
-
-def family_rules(family: str, config: Mapping[str, Any], tensors: Mapping[str, Header] | None) -> Iterator[Finding]:
-    """All findings of a family that loads, other than EAGLE-3.
-
-    tensors   None: unknown
-    """
-    faults = [*config_rules(family, config)]
-    yield from faults
-    if not faults and tensors is not None and family in _DECODERS:
-        yield from tensor_rules(tensors, expected_tensors(family, config))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from eyrie_api.contract.families import FAMILIES
+from eyrie_api.contract.families import FAMILIES, DecoderSizes
 from eyrie_api.planning.drafter_rules import (
     DTYPES,
     LAYER_IDS,
@@ -21,6 +21,7 @@ from eyrie_api.planning.drafter_rules import (
     Header,
     Target,
     decoder_rules,
+    decoder_sizes,
     error,
     foreign_architecture,
     kind_rules,
@@ -39,16 +40,10 @@ _OLD_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_nor
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(DecoderSizes):
     """The sizes and flags of a config.json that determine the tensors."""
 
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     draft_vocab_size: int
     num_aux: int
@@ -78,12 +73,9 @@ def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape of a config. Its keys must be present (`key_rules` checks that)."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     draft_vocab = config.get("draft_vocab_size")
     return Shape(
-        hidden_size=hidden, target_hidden_size=config.get("target_hidden_size") or hidden,
-        intermediate_size=config["intermediate_size"], num_layers=config["num_hidden_layers"], num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
+        **decoder_sizes(config), target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
         vocab_size=config["vocab_size"],
         draft_vocab_size=config["vocab_size"] if draft_vocab is None else draft_vocab, num_aux=num_aux(config),
         fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
@@ -333,13 +325,12 @@ def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 def rope_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Rotary embedding: given several times with the same values, once, or not at all: the base is then 10000, for the
     trainers of published drafters, SGLang and `targets.config` alike."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in (new, old)
-                                                                    if isinstance(part, Mapping))) if value}
+    parts = [part for key in ("rope_parameters", "rope_scaling") if (part := config.get(key))]
+    thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in parts))
+              if value}
     if len(thetas) > 1:
         yield error("rope-disagrees", f"rope_theta is given as {sorted(thetas)}", "write one value everywhere")
-    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in (new, old)
-             if isinstance(part, Mapping) and part}
+    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in parts}
     if len(kinds) > 1:
         yield error("rope-disagrees", f"rope_parameters and rope_scaling are of types {sorted(kinds)}",
                     "write the same in both, or rope_parameters alone")
@@ -490,11 +481,6 @@ def is_sized(config: Mapping[str, Any]) -> bool:
     return not any(finding.severity == "error" for finding in key_rules(config))
 
 
-def shares_head(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix is the target's."""
-    return config.get("draft_vocab_size") is None
-
-
 def rules(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, target: Target | None,
           architecture: str | None = None, num_layers: int | None = None) -> Iterator[Finding]:
     """All findings.
@@ -517,7 +503,7 @@ def rules(config: Mapping[str, Any], tensors: Mapping[str, Header] | None, targe
         return
     yield from size_rules(config)
     if tensors is not None:
-        yield from tensor_rules(shape_of(config), shares_head(config), tensors)
+        yield from tensor_rules(shape_of(config), config.get("draft_vocab_size") is None, tensors)
     if target is not None:
         yield from target_shape_rules(config, target)
 
@@ -526,7 +512,7 @@ def own_engine_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """What SGLang computes and Eyrie's own engine does not, as errors. The config has no others."""
     shape = shape_of(config)
     if (shape.num_layers != 1 or shape.target_hidden_size != shape.hidden_size or shape.fc_bias
-            or shares_head(config)):
+            or config.get("draft_vocab_size") is None):
         yield error("reference-engine", "Eyrie's engine computes drafters of one layer, of their target's hidden size, "
                     "without bias and with an output matrix of their own", "serve and measure this one in SGLang")
     yield from decoder_rules(config)

@@ -20,7 +20,6 @@ from eyrie_api.contract.data import DataSource, DataSpec
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import StageKey
-from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.resolved import PlacedGpus
 from eyrie_api.contract.targets import HELD_OUT, QUICKSTART, JobTarget, is_hub_id, is_revision
@@ -115,7 +114,7 @@ def read_facts(spec: JobSpec, settings: Settings, rules: ReadRules | None = None
 
 def is_missing(path: str) -> bool:
     """Whether it is an absolute path of which nothing is on this machine."""
-    return path.startswith("/") and not data_files(path) and not exists(path)
+    return path.startswith("/") and not data_files(path) and not os.path.exists(os.path.expanduser(path))
 
 
 # This machine.
@@ -183,18 +182,13 @@ def memory_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
 # Paths, target and data.
 
 
-def exists(path: str) -> bool:
-    """Whether the path exists on this machine; False for an invalid path."""
-    return os.path.exists(os.path.expanduser(path))
-
-
 def local_path(path: str) -> Path | None:
     """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id or a URL."""
     if "\0" in path or is_remote(path):
         return None
     written_as_path = (path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
                        or is_pattern(path))
-    if not (written_as_path or exists(path)):
+    if not (written_as_path or os.path.exists(os.path.expanduser(path))):
         return None
     try:
         return Path(path).expanduser().absolute()
@@ -204,42 +198,19 @@ def local_path(path: str) -> Path | None:
 
 def with_absolute_paths(spec: JobSpec) -> JobSpec:
     """The job with this server's absolute paths: stage programs run elsewhere."""
+    def absolute(field: str, path: str) -> str:
+        if field == "promotion.drift.traffic_file" and not is_remote(path):  # never a Hub id
+            return str(Path(path).expanduser().absolute())
+        shipped = path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:")
+        local = None if shipped else local_path(path)
+        return path if local is None else str(local)
+
     # A relative path and its absolute one may end in different names: those that the mixes use are kept.
-    named = spec.data.mix is not None or spec.sweep.varies_mix
-    sources = tuple(source.model_copy(update={"path": _absolute(source.path)} | ({"name": name} if named else {}))
-                    for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
-    benchmark = spec.benchmark
-    if "suites" in benchmark.model_fields_set:  # else still open: `resolve` chooses suites for the data
-        benchmark = benchmark.model_copy(update={"suites": tuple(
-            suite.model_copy(update={"path": _absolute(suite.path)}) for suite in benchmark.suites)})
-    rivals, drafters = (tuple(
-        drafter if drafter.path is None else drafter.model_copy(update={"path": _absolute(drafter.path)})
-        for drafter in named) for named in (spec.rivals, spec.drafters))
-    head = spec.drafter.init_from
-    axes = tuple(axis.model_copy(update={"values": tuple(
-        _absolute(value) if isinstance(value, str) else value for value in axis.values)})
-        if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
-    return spec.model_copy(update={
-        "target": spec.target.model_copy(update={"model": _absolute(spec.target.model)}),
-        "data": spec.data.model_copy(update={"sources": sources}), "rivals": rivals, "drafters": drafters,
-        "promotion": _with_absolute_traffic(spec.promotion),
-        "drafter": spec.drafter if head is None else spec.drafter.model_copy(update={"init_from": _absolute(head)}),
-        "sweep": spec.sweep.model_copy(update={"axes": axes}), "benchmark": benchmark})
-
-
-def _with_absolute_traffic(promotion: PromotionPolicy) -> PromotionPolicy:
-    drift = promotion.drift
-    if drift.traffic_file is None or is_remote(drift.traffic_file):
-        return promotion
-    path = str(Path(drift.traffic_file).expanduser().absolute())
-    return promotion.model_copy(update={"drift": drift.model_copy(update={"traffic_file": path})})
-
-
-def _absolute(path: str) -> str:
-    if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
-        return path
-    local = local_path(path)
-    return path if local is None else str(local)
+    if spec.data.mix is not None or spec.sweep.varies_mix:
+        sources = tuple(source.model_copy(update={"name": name})
+                        for source, name in zip(spec.data.sources, spec.data.source_names, strict=True))
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
+    return spec.with_paths(absolute)
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Types of GPU: how fast a target computes on them, for plans, and which of a job's cannot hold its target. Pure.
+"""Types of GPU: how fast a target computes on them, for plans, which of a job's cannot hold its target, and
+for how many users those of its endpoint have memory. Pure.
 
 **Rates** are published peaks and the share of them that is reached.
 
@@ -32,9 +33,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from eyrie_api.contract.placement import StageKey
+from eyrie_api.contract.plan import ServingMemory
 from eyrie_api.contract.resolved import ResolvedJob
+from eyrie_api.contract.targets import ELEMENT_BYTES
 from eyrie_api.errors import GpuTooSmall
 from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
+from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import named_gb
 from eyrie_api.quantities import size
 
@@ -75,27 +79,33 @@ class Gpu:
     gb_per_s: float
     """Memory bandwidth."""
 
+    compute: int
+    """CUDA compute capability without its dot (90: Hopper)."""
+
+    largest_gb: int | None = None
+    """Memory of the largest that is sold, of a type whose label names none. An A100 has 40 or 80 GB: not known."""
+
 
 # From the data sheet of each line; where it gives figures with sparsity, half of them.
 GPUS = (
     # "NVIDIA Blackwell Architecture Technical Brief", HGX B200 (those of a GB200 are higher)
-    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0),
+    Gpu("B200", ("B200", "GB200"), 2250.0, 8000.0, 100, 192),
     # "NVIDIA H200 Tensor Core GPU", H200 SXM
-    Gpu("H200", ("H200",), 989.0, 4800.0),
+    Gpu("H200", ("H200",), 989.0, 4800.0, 90),
     # "NVIDIA H100 Tensor Core GPU", H100 PCIe
-    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0),
+    Gpu("H100 PCIe", ("H100-PCIE",), 756.0, 2000.0, 90),
     # The same, H100 SXM
-    Gpu("H100", ("H100",), 989.0, 3350.0),
+    Gpu("H100", ("H100",), 989.0, 3350.0, 90),
     # "NVIDIA A100 Tensor Core GPU", A100 80GB SXM
-    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0),
+    Gpu("A100 80 GB", ("A100-SXM4-80GB", "A100-80GB", "A100-SXM-80GB", "A100 80GB"), 312.0, 2039.0, 80),
     # The same, A100 40GB
-    Gpu("A100", ("A100",), 312.0, 1555.0),
+    Gpu("A100", ("A100",), 312.0, 1555.0, 80),
     # "NVIDIA L40S"
-    Gpu("L40S", ("L40S",), 362.0, 864.0),
+    Gpu("L40S", ("L40S",), 362.0, 864.0, 89, 48),
     # "NVIDIA L4 Tensor Core GPU"
-    Gpu("L4", ("L4",), 121.0, 300.0),
+    Gpu("L4", ("L4",), 121.0, 300.0, 89, 24),
     # "NVIDIA A10 Tensor Core GPU"
-    Gpu("A10", ("A10",), 125.0, 600.0),
+    Gpu("A10", ("A10",), 125.0, 600.0, 86, 24),
 )
 ASSUMED = next(gpu for gpu in GPUS if gpu.name == "H100")
 """Where a job names no type that is known here."""
@@ -172,12 +182,6 @@ _SMALLEST_SERVER_GIB = 16
 """Of smaller GPUs SGLang's rule leaves next to nothing; all of their memory is counted, since what may fit is not
 refused."""
 
-_LARGEST_GB = {"B200": 192, "L40S": 48, "L4": 24, "A10": 24}
-"""Of types whose labels name no size, the largest that is sold. An A100 has 40 or 80 GB: not known."""
-
-_ENGINES: tuple[StageKey, ...] = ("benchmark", "tune", "prove")
-
-
 class _Holder(NamedTuple):
     """What loads the target onto GPUs."""
 
@@ -195,7 +199,7 @@ class _Holder(NamedTuple):
 def memory_of(gpu_type: str | None) -> int | None:
     """The most memory that a GPU of this label has, in bytes; None where that is not known."""
     named, known = named_gb(gpu_type), known_gpu(gpu_type)
-    largest = named or (None if known is None else _LARGEST_GB.get(known.name))
+    largest = named or (None if known is None else known.largest_gb)
     return None if largest is None else largest * _GIB
 
 
@@ -224,7 +228,7 @@ def served_memory(device: int, given: float | None = None) -> int:
 
 
 def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, computed: int, serves: bool, node_gpus: int,
-                   memory: Callable[[str | None], int | None] = memory_of) -> list[GpuTooSmall]:
+                   memory: Callable[[str | None], int | None]) -> list[GpuTooSmall]:
     """One error for each kind of GPUs that cannot hold the weights, naming the stages.
 
     weights   bytes of the target as it is served
@@ -240,9 +244,71 @@ def too_small_gpus(job: ResolvedJob, facts: TargetFacts, weights: int, *, comput
         if device is not None and (weights > holder.num_gpus * served_memory(device, given) if holder.is_server
                                    else computed > holder.num_gpus * device):
             too_small.setdefault(holder, []).append(place)
-    return [_error(holder, places, facts, given, weights if holder.is_server else computed,
-                   memory(holder.gpu_type) or 0, node_gpus)
-            for holder, places in too_small.items()]
+    errors = []
+    for holder, places in too_small.items():
+        needs, device = weights if holder.is_server else computed, memory(holder.gpu_type) or 0
+        gpus, has = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}", (
+            "has" if holder.num_gpus == 1 else "have")
+        served = served_memory(device, given)
+        needed = needs / holder.num_gpus * (device / served if holder.is_server else 1)
+        larger = f"name a type of GPU with more than {size(needed)}"
+        enough, instead = fewest_gpus(facts, needs, device, node_gpus, given)
+        gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
+        if enough is None:
+            hint = instead if holder.is_server else f"{larger}, or a smaller or quantised target"
+        elif holder.is_server:
+            hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
+        else:
+            hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
+        errors.append(GpuTooSmall(
+            f"{holder.why}: the target's weights are {size(needs)}, and {gpus} {has} {size(holder.num_gpus * device)}"
+            f"{gives if holder.is_server and served < device else ''} (for {', '.join(places)})", hint))
+    return errors
+
+
+_CONTEXT_TOKENS = 4096
+"""Of a user, at least: what SGLang's limit of requests is computed with (`serve.max_concurrency`)."""
+
+
+def serving_memory(work: PlannedWork, gpu_type: str | None, num_gpus: int,
+                   gpu_memory: int | None) -> ServingMemory | None:
+    """Of one engine of the endpoint, and for how many users; None where the memory of its GPUs is not known.
+
+        memory for weights and KV cache = GPUs * memory of one * the share that SGLang is given (`static_fraction`; CUDA
+                                          graphs and workspace are outside of it), or `training_cost.usable_bytes`
+        bytes of a user                 = tokens of the context * keys and values of target and drafter
+
+    Keys and values are divided among a server's GPUs by heads: with fewer heads than GPUs each is repeated, and the
+    vector of latent attention is on every GPU. A drafter counts as one layer of the target, like EAGLE's; of other
+    families, with more layers, a user takes a little more. An engine with a new drafter is started next to the one that
+    serves: with GPUs for one alone, the endpoint is away while the new one loads.
+
+    num_gpus    of the engine together
+    gpu_memory  bytes of one whose label names no size
+    """
+    spec, target, element = work.spec, work.target, ELEMENT_BYTES[work.job.target.dtype]
+    device = memory_of(gpu_type) or gpu_memory
+    if device is None:
+        return None
+    given = spec.engine.sglang_arguments.mem_fraction_static
+    of_one = served_memory(device, given) if spec.engine.kind == "sglang" else usable_bytes(device)
+    drafter = max((work.drafter(candidate).parameters for candidate in work.job.candidates), default=0) * element
+    repeated = num_gpus if target.latent is not None else max(1.0, num_gpus / target.num_kv_heads)
+    tokens = max(_CONTEXT_TOKENS, spec.data.max_prompt_tokens + spec.regenerate.max_new_tokens)
+    user = round(tokens * target.key_values * (1 + 1 / target.num_layers) * element * repeated)
+    available, users = num_gpus * of_one, max(spec.prove.concurrencies)
+    fit = max(0, available - work.weight_bytes - drafter) // user
+    known = known_gpu(gpu_type)
+    name = known.name if known is not None else gpu_type or "GPU of this machine"
+    return ServingMemory(
+        num_gpus=num_gpus, gpu_type=name, available_bytes=available, weight_bytes=work.weight_bytes,
+        drafter_bytes=drafter, user_bytes=user, context_tokens=tokens, users=users, users_that_fit=fit,
+        update_gpus=2 * num_gpus,
+        words=f"an engine on {num_gpus} x {name} has {size(available)} for weights and KV cache: "
+              f"{size(work.weight_bytes)} target, {size(drafter)} drafter, {size(user)} for each user of {tokens} "
+              f"tokens; {fit} users fit, {users} are declared (prove.concurrencies). A new drafter is started next to "
+              f"the one that serves, on {2 * num_gpus} GPUs; with {num_gpus} the endpoint is away while it loads "
+              "(on a cluster: serving.surge false)")
 
 
 def undivided(facts: TargetFacts, tp_size: int) -> str | None:
@@ -306,32 +372,12 @@ def fewest_gpus(facts: TargetFacts, weights: int, device: int, node_gpus: int,
                   f"{larger}use {'an FP8 checkpoint' if halved else 'a smaller or quantised target'}")
 
 
-def _error(holder: _Holder, places: list[str], facts: TargetFacts, given: float | None, weights: int, device: int,
-           node_gpus: int) -> GpuTooSmall:
-    gpus = f"{holder.num_gpus} x {holder.gpu_type or 'GPU of this machine'}"
-    has = "has" if holder.num_gpus == 1 else "have"
-    served = served_memory(device, given)
-    needed = weights / holder.num_gpus * (device / served if holder.is_server else 1)
-    larger = f"name a type of GPU with more than {size(needed)}"
-    enough, instead = fewest_gpus(facts, weights, device, node_gpus, given)
-    gives = f", of which SGLang takes {size(holder.num_gpus * served)} for weights and KV cache"
-    if enough is None:
-        hint = instead if holder.is_server else f"{larger}, or a smaller or quantised target"
-    elif holder.is_server:
-        hint = f"set engine.tp_size to {enough} or more, with as many GPUs there, or {larger}"
-    else:
-        hint = f"set engine to {{kind: sglang, tp_size: {enough}}}, with as many GPUs there, or {larger}"
-    return GpuTooSmall(f"{holder.why}: the target's weights are {size(weights)}, and {gpus} {has} "
-                       f"{size(holder.num_gpus * device)}{gives if holder.is_server and served < device else ''} "
-                       f"(for {', '.join(places)})", hint)
-
-
 def _holders(job: ResolvedJob, serves: bool) -> Iterator[tuple[str, _Holder]]:
     spec, engine = job.spec, job.spec.engine
     server = (engine.tp_size, f"engine.tp_size is {engine.tp_size}", True)
     alone = (1, "engine.kind is 'embedded', which computes on one device", False)
     used = server if engine.kind == "sglang" else alone
-    stages = dict.fromkeys(_ENGINES, used)
+    stages: dict[StageKey, tuple[int, str, bool]] = {"benchmark": used, "tune": used, "prove": used}
     if not spec.data.answered and spec.regenerate.engine in (None, "embedded"):
         stages["regenerate"] = used if spec.regenerate.engine is None else (
             1, "regenerate.engine is 'embedded', which computes on one device", False)

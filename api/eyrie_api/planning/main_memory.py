@@ -63,26 +63,22 @@ def too_small_memory(work: PlannedWork, num_gpus: Mapping[str, int], available: 
     num_gpus   on which a stage computes; 0: CPUs
     available  bytes that the machine has
     """
-    return [_error(work, needed, available) for needed in stage_memory(work, num_gpus) if needed.need > available]
+    narrower, errors = "set target.dtype to bfloat16, " if work.job.target.dtype == "float32" else "", []
+    for needed in stage_memory(work):
+        if needed.stage not in work.stages or num_gpus[needed.stage] or needed.need <= available:
+            continue
+        fitting = (available - needed.fixed) // needed.each
+        errors.append(MemoryTooSmall(
+            f"{needed.stage} needs at least {size(needed.need)} of memory, of which {size(needed.value * needed.each)} "
+            f"follow from {needed.field} {needed.value} and {size(work.weight_bytes)} are the target's weights in "
+            f"{work.job.target.dtype}; this machine has {size(available)}",
+            f"lower {needed.field} to at most {fitting}" if fitting >= needed.least else
+            f"{narrower}take a smaller target or drafter, or submit the job where there is more memory"))
+    return errors
 
 
-def _error(work: PlannedWork, needed: StageMemory, available: int) -> MemoryTooSmall:
-    fitting = (available - needed.fixed) // needed.each
-    narrower = "set target.dtype to bfloat16, " if work.job.target.dtype == "float32" else ""
-    return MemoryTooSmall(
-        f"{needed.stage} needs at least {size(needed.need)} of memory, of which {size(needed.value * needed.each)} "
-        f"follow from {needed.field} {needed.value} and {size(work.weight_bytes)} are the target's weights in "
-        f"{work.job.target.dtype}; this machine has {size(available)}",
-        f"lower {needed.field} to at most {fitting}" if fitting >= needed.least else
-        f"{narrower}take a smaller target or drafter, or submit the job where there is more memory")
-
-
-def stage_memory(work: PlannedWork, num_gpus: Mapping[str, int]) -> tuple[StageMemory, ...]:
-    """Of the stages that compute on CPUs."""
-    return tuple(needed for needed in _needs(work) if needed.stage in work.stages and not num_gpus[needed.stage])
-
-
-def _needs(work: PlannedWork) -> Iterator[StageMemory]:
+def stage_memory(work: PlannedWork) -> Iterator[StageMemory]:
+    """What stages need where they compute on CPUs."""
     spec, dtype, target = work.spec, work.job.target.dtype, work.target
     computes = work.weight_bytes + OTHER_MEMORY
     engine = spec.regenerate.engine or spec.engine.kind

@@ -20,8 +20,6 @@ Not counted: the KV cache, the launch of kernels, sampling, and whatever else an
 are larger shares of a small target's round: the tuner's figures, from timed rounds, replace these.
 """
 
-from collections.abc import Sequence
-
 from eyrie_api.contract.tuning import NeededTau
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, TargetFacts
@@ -52,8 +50,8 @@ def plan_needed_tau(work: PlannedWork, rates: Rates) -> tuple[NeededTau, ...]:
 
     return tuple(NeededTau(users=users, num_steps=depth, tau=needed_tau(
         depth, seconds(users, depth), seconds(users, 0) / spec.promotion.min_speedup))
-        for users in _ascending((*_USERS, *spec.tune.concurrencies, *spec.prove.concurrencies))
-        for depth in _ascending(spec.tune.num_steps))
+        for users in sorted({*_USERS, *spec.tune.concurrencies, *spec.prove.concurrencies})
+        for depth in sorted({*spec.tune.num_steps}))
 
 
 def planned_round_s(target: TargetFacts, drafting_weights: int, users: int, nodes: int, rates: Rates) -> float:
@@ -73,7 +71,3 @@ def planned_speedup(target: TargetFacts, drafter: TrainedDrafter, depth: int, ta
 def pass_s(read: int, active: int, tokens: int, rates: Rates) -> float:
     """Seconds of a pass over so many tokens that reads so many weights; `active` weights compute each token."""
     return 2.0 * read / (rates.single * 1e9) + 2.0 * active * (tokens - 1) / (rates.prefill * 1e9)
-
-
-def _ascending(numbers: Sequence[int]) -> list[int]:
-    return sorted(set(numbers))

@@ -10,15 +10,15 @@ settings with measured defaults, and a plan is accurate to about a factor of two
 from collections.abc import Iterator, Mapping, Sequence
 
 from eyrie_api.artifacts.store_prices import StorePrices
-from eyrie_api.contract.benchmark import RivalSpec
 from eyrie_api.contract.capture import ID_AND_MASK_BYTES
 from eyrie_api.contract.data import FEW_ROWS
 from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import Assumption, Plan, Present, ServingMemory, StageComparison, StagePlan
-from eyrie_api.contract.resolved import Candidate, ResolvedJob
+from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.targets import ELEMENT_BYTES
+from eyrie_api.contract.tuning import FINAL_TIMES
 from eyrie_api.planning.hardware import (
     ASSUMED,
     BATCH,
@@ -27,14 +27,13 @@ from eyrie_api.planning.hardware import (
     fitting_sizes,
     gpu_rates,
     known_gpu,
+    serving_memory,
     start_seconds,
 )
 from eyrie_api.planning.needed_tau import plan_needed_tau
 from eyrie_api.planning.plan_stages import (
     ObjectStore,
     hours_of,
-    longest_proof_hours,
-    longest_tune_hours,
     plan_benchmark,
     plan_capture,
     plan_prove,
@@ -42,7 +41,6 @@ from eyrie_api.planning.plan_stages import (
     plan_train,
     plan_tune,
     starts,
-    store_transfers,
     with_store_use,
 )
 from eyrie_api.planning.plan_work import (
@@ -56,7 +54,6 @@ from eyrie_api.planning.plan_work import (
     training_gpus,
     training_on_gpus,
 )
-from eyrie_api.planning.serving_memory import serving_memory
 from eyrie_api.planning.training_cost import usable_bytes
 from eyrie_api.planning.training_defaults import GPU_TOKENS, gpu_bytes
 from eyrie_api.quantities import duration, size
@@ -83,19 +80,17 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
     counts: dict[str, int] = {stage: stage_gpus(job, stage, on_gpus) for stage in work.stages}
     used: dict[str, Rates] = {stage: rates or _rates_of(work, stage, counts[stage], "expected")
                               for stage in work.stages}
-    stages = _stages(work, used, counts, "expected")
+    stages = tuple(_stage(work, stage, counts, "expected", rates) for stage in work.stages)
     if rates is None and any(counts.values()):
-        slow, fast = (_stages(work, {stage: _rates_of(work, stage, counts[stage], speed) for stage in work.stages},
-                              counts, speed) for speed in ("low", "high"))
+        speeds: tuple[Speed, Speed] = ("low", "high")
+        slow, fast = ([_stage(work, stage, counts, speed) for stage in work.stages] for speed in speeds)
         stages = tuple(_on_gpus(work, _with_hint(work, plan, counts, gpu_memory), counts[plan.stage],
-                                gpu_hour_prices or {}, (least.hours, most.hours))
-                       if counts[plan.stage] else plan.model_copy(update={"bound_by": ""})
+                                gpu_hour_prices or {}, (least.hours, most.hours)) if counts[plan.stage] else plan
                        for plan, least, most in zip(stages, fast, slow, strict=True))
-    else:
-        stages = tuple(plan.model_copy(update={"bound_by": ""}) for plan in stages)
+    stages = tuple(plan if plan.num_gpus else plan.model_copy(update={"bound_by": ""}) for plan in stages)
     stages += _hardware(work, rates, counts["prove"])
     if store is not None:
-        stages = with_store_use(stages, store_transfers(work, store), store)
+        stages = with_store_use(stages, work, store)
     uses = [stage.store for stage in stages if stage.store is not None]
     ranges = [use.cost_range for use in uses if use.cost_range is not None]
     total = sum(stage.bytes_on_disk for stage in stages)
@@ -129,22 +124,18 @@ def make_plan(job: ResolvedJob, target_facts: TargetFacts, free_bytes: int | Non
         if ranges else None,
         # Of what the job leaves in the store.
         store_month_cost=None if store is None or store.prices is None else total / 1e12 * store.prices.storage,
-        assumptions=(*_assumptions(work, used, counts),
-                     *(_store_assumptions(store.prices) if store is not None and store.prices is not None else ())),
+        assumptions=(*_assumptions(work, used, counts), *_store_assumptions(None if store is None else store.prices)),
         warnings=tuple(warnings), present=present, needed_tau=plan_needed_tau(work, used["prove"]),
         notes=(*((present.words,) if present else ()),
                "prove measures every load until it is clear whether the drafter is faster: where other work disturbs "
-               f"it, up to {duration(3600 * longest_proof_hours(work, used['prove']))} (prove.most_pairs); tune "
-               "measures required suites that their prompts do not decide on further ones, up to "
-               f"{duration(3600 * longest_tune_hours(work, used['tune']))}",
+               f"it, up to {duration(3600 * plan_prove(work, used['prove'], work.spec.prove.most_pairs).hours)} "
+               "(prove.most_pairs); tune measures required suites that their prompts do not decide on further ones, up "
+               f"to {duration(3600 * plan_tune(work, used['tune'], FINAL_TIMES).hours)}",
                *map(_description, job.families),
-               *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from {_source(drafter)}"
+               *(f"{drafter.checkpoint}: benchmarked like a checkpoint, from "
+                 + (drafter.path or ("the target's MTP layers" if drafter.method == "nextn" else "the text itself"))
                  for drafter in job.brought)),
         fits_disk=fits, candidate_rows=work.candidate_rows, serving=serving)
-
-
-def _source(drafter: RivalSpec) -> str:
-    return drafter.path or ("the target's MTP layers" if drafter.method == "nextn" else "the text itself")
 
 
 def _description(family: str) -> str:
@@ -156,16 +147,12 @@ def _description(family: str) -> str:
             f"quickstart target, trained for 100 s; {engine}")
 
 
-def _stages(work: PlannedWork, rates: Mapping[str, Rates], counts: Mapping[str, int],
-            speed: Speed) -> tuple[StagePlan, ...]:
-    return tuple(_stage(work, stage, rates[stage], counts, speed) for stage in work.stages)
-
-
-def _stage(work: PlannedWork, stage: StageKey, rates: Rates, counts: Mapping[str, int], speed: Speed) -> StagePlan:
-    """With its starts, where it computes on GPUs."""
+def _stage(work: PlannedWork, stage: StageKey, counts: Mapping[str, int], speed: Speed,
+           rates: Rates | None = None) -> StagePlan:
+    """With its starts, where it computes on GPUs. `rates` are those of this machine, if they were set."""
     plans = {"regenerate": plan_regenerate, "capture": plan_capture, "train": plan_train, "benchmark": plan_benchmark,
              "tune": plan_tune, "prove": plan_prove}
-    plan = plans[stage](work, rates)
+    plan = plans[stage](work, rates or _rates_of(work, stage, counts[stage], speed))
     start_s = starts(work, counts).get(stage, 0) * start_seconds(work, stage, speed)
     return plan.model_copy(update={"hours": plan.hours + start_s / 3600})
 
@@ -184,8 +171,7 @@ def _with_hint(work: PlannedWork, plan: StagePlan, counts: Mapping[str, int], gp
         before, stage = getattr(work.spec, section), plan.stage
         spec = work.spec.model_copy(update={section: before.model_copy(update={name: value})})
         other = PlannedWork(work.job.model_copy(update={"spec": spec}), work.target, work.data)
-        rates = _rates_of(other, stage, counts[stage], "expected")  # type: ignore[arg-type]
-        hours = _stage(other, stage, rates, counts, "expected").hours  # type: ignore[arg-type]
+        hours = _stage(other, stage, counts, "expected").hours  # type: ignore[arg-type]
         if hours < _SHORTER * plan.hours:
             return plan.model_copy(update={
                 "hint": f"{field} is {getattr(before, name)}; with {value} {stage} takes {duration(3600 * hours)} in "
@@ -349,6 +335,10 @@ def _warnings(work: PlannedWork) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+def _say(name: str, value: float, unit: str, source: str) -> Assumption:
+    return Assumption(name=name, value=float(value), unit=unit, source=source)
+
+
 def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     target, data, job = work.target, work.data, work.job
     # In MB below a tenth of a GB, so that a small model is not 0.
@@ -357,39 +347,41 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
     if work.streamed:
         why_stored = "capture.codec; in memory alone, capture.mode: stream"
 
-    def say(name: str, value: float, unit: str, source: str) -> Assumption:
-        return Assumption(name=name, value=float(value), unit=unit, source=source)
-
     of_target = (
-        say("hidden size", target.hidden_size, "values", target.source),
-        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
-        say("target weights", round(weights, 2), unit,
+        _say("hidden size", target.hidden_size, "values", target.source),
+        _say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        _say("target weights", round(weights, 2), unit,
             "as SGLang loads them quantised: the files, else their index, else config.json"
             if target.quantised_bytes is not None else
             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
     if not job.spec.trains:
         return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))
+    first, largest = job.candidates[0], largest_draft_vocabulary(target.vocab_size)
+    # A draft vocabulary that the job leaves open, and so the drafter's size, is known once there are answers.
+    is_open = first.drafter.draft_vocab_size is None and not FAMILIES[first.drafter.family].whole_vocabulary
+    at_most = f", at most: with {largest} draft tokens; the job takes as many as its answers need" if (
+        is_open and largest > LEAST_DRAFT_VOCABULARY) else ""
     return (
-        say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
-        say("prompt length", work.prompt, "tokens", data.source),
-        say("answer length", work.answer, "tokens",
+        _say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
+        _say("prompt length", work.prompt, "tokens", data.source),
+        _say("answer length", work.answer, "tokens",
             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         *of_target,
-        say("drafter parameters", work.drafter(job.candidates[0]).parameters, "parameters",
-            f"estimated for candidate {job.candidates[0].name}{_open_vocabulary(target, job.candidates[0])}"),
-        say("states of every token", work.num_aux, "layers",
+        _say("drafter parameters", work.drafter(first).parameters, "parameters",
+             f"estimated for candidate {first.name}{at_most}"),
+        _say("states of every token", work.num_aux, "layers",
             f"what {', '.join(job.families)} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
-        say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
+        _say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
             f"{work.stored.name}: {why_stored}"),
-        say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
-        say("candidates", len(job.candidates), "drafters", "sweep"),
+        _say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
+        _say("candidates", len(job.candidates), "drafters", "sweep"),
         *_regeneration_memory(work, counts),
         *_training_memory(work),
         *_rates_named(used, counts),
         *_starts_named(work, counts),
-        say("speed-up that the tau needed is for", job.spec.promotion.min_speedup, "x over no drafter",
-            f"promotion.min_speedup; a drafter like candidate {job.candidates[0].name}, predicted from the prefill "
+        _say("speed-up that the tau needed is for", job.spec.promotion.min_speedup, "x over no drafter",
+            f"promotion.min_speedup; a drafter like candidate {first.name}, predicted from the prefill "
             "rate and the decode rate of one request, without KV cache and launches; tune times its rounds"),
     )
 
@@ -402,17 +394,8 @@ def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumpt
     most = max(started, key=lambda stage: started[stage])
     fast, middle, slow = (round(start_seconds(work, most, speed)) for speed in ("high", "expected", "low"))
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
-    return (Assumption(name="start with the target's weights", value=float(middle), unit="s",
-                       source=f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
-
-
-def _open_vocabulary(target: TargetFacts, candidate: Candidate) -> str:
-    """That its draft vocabulary, and so its size, is known once there are answers."""
-    largest = largest_draft_vocabulary(target.vocab_size)
-    if (candidate.drafter.draft_vocab_size is not None or FAMILIES[candidate.drafter.family].whole_vocabulary
-            or largest <= LEAST_DRAFT_VOCABULARY):
-        return ""
-    return f", at most: with {largest} draft tokens; the job takes as many as its answers need"
+    return (_say("start with the target's weights", middle, "s",
+                f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
 
 
 def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:
@@ -423,9 +406,9 @@ def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[
     longest = spec.data.max_prompt_tokens + max(
         section.max_new_tokens, *(source.max_new_tokens or 0 for source in spec.data.sources))
     most = regeneration_bytes(work.target, work.weight_bytes, work.job.target.dtype, section.concurrency, longest)
-    return (Assumption(name="memory of regenerate", value=round(most / 1e9, 1), unit="GB",
-                       source=f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of "
-                              f"{longest} tokens (data.max_prompt_tokens and the longest answer), and 1 GB"),)
+    return (_say("memory of regenerate", round(most / 1e9, 1), "GB",
+                f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of {longest} tokens "
+                "(data.max_prompt_tokens and the longest answer), and 1 GB"),)
 
 
 def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
@@ -433,10 +416,9 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     candidates = work.job.candidates
     trainings = [training for candidate in candidates if (training := training_on_gpus(work, candidate)) is not None]
     given = candidates[0].train.max_tokens_per_batch is not None
-    tokens = Assumption(
-        name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
-        source="train.max_tokens_per_batch" if given else
-        f"default for {work.num_gpus} GPUs (0: on CPUs) and {work.trained} tokens of an epoch")
+    tokens = _say("tokens per training step", work.step_tokens(candidates[0]), "tokens",
+                 "train.max_tokens_per_batch" if given else
+                 f"default for {work.num_gpus} GPUs (0: on CPUs) and {work.trained} tokens of an epoch")
     if not trainings:
         return (tokens,)
     known = gpu_bytes(work.job.gpus["train"].gpu_type)
@@ -448,11 +430,9 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     at_a_time = "train.max_tokens_per_gpu" if any(candidate.train.max_tokens_per_gpu for candidate in candidates) else (
         f"{'the largest that fits, of' if fits else 'not fitting, like all of'} {GPU_TOKENS}, its half, its quarter, "
         f"...{assumed}")
-    return (tokens, Assumption(
-        name="training tokens at a time on each GPU", value=float(highest.tokens), unit="tokens", source=at_a_time,
-    ), Assumption(
-        name="training memory of each GPU", value=round(need.total / 1e9, 1), unit="GB",
-        source=f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
+    return (tokens, _say("training tokens at a time on each GPU", highest.tokens, "tokens", at_a_time),
+            _say("training memory of each GPU", round(need.total / 1e9, 1), "GB",
+                f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
 _RATES = (("prefill rate", "prefill", ("capture",)), ("decode rate, many requests", "decode", ("regenerate",)),
@@ -476,18 +456,18 @@ def measured_rates(plan: Plan, stages: Sequence[StageComparison]) -> dict[str, f
 
 def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[Assumption, ...]:
     """The rates that hours rest on, each of the stage where it matters."""
-    rates = [Assumption(name=name, value=round(getattr(used[first], field), 1), unit="GFLOP/s",
-                        source=used[first].source) for name, field, (first, *_) in _RATES if first in used]
+    rates = [_say(name, round(getattr(used[first], field), 1), "GFLOP/s", used[first].source)
+             for name, field, (first, *_) in _RATES if first in used]
     store = used["capture"].store_bytes_per_s if "capture" in used else None
     if counts.get("capture") and store is not None:
-        rates.append(Assumption(name="transfer of states", value=store / 1e9, unit="GB/s",
-                                source="an assumption (0.3 to 3): a pod and an object store or shared file system"))
+        rates.append(_say("transfer of states", store / 1e9, "GB/s",
+                         "an assumption (0.3 to 3): a pod and an object store or shared file system"))
     return tuple(rates)
 
 
-def _store_assumptions(prices: StorePrices) -> tuple[Assumption, ...]:
-    return tuple(Assumption(name=f"{prices.name}: {name}", value=value, unit=unit, source=prices.source)
-                 for name, value, unit in (
+def _store_assumptions(prices: StorePrices | None) -> tuple[Assumption, ...]:
+    return () if prices is None else tuple(
+        _say(f"{prices.name}: {name}", value, unit, prices.source) for name, value, unit in (
         ("storage", round(prices.storage, 3), "per TB (10^12 bytes) and month"),
         ("writing requests", prices.put, "per million"), ("reading requests", prices.get, "per million"),
         ("traffic", prices.traffic, "per TB read; 0 within the provider's region")))

@@ -25,7 +25,7 @@ from eyrie_api.contract.model import Interval
 from eyrie_api.contract.placement import StageKey
 from eyrie_api.contract.plan import StagePlan, StoreUse
 from eyrie_api.contract.resolved import ResolvedJob
-from eyrie_api.contract.tuning import FINAL_TIMES, TuneSpec
+from eyrie_api.contract.tuning import TuneSpec
 from eyrie_api.planning.hardware import Rates
 from eyrie_api.planning.plan_work import PlannedWork, share_of_steps, shared_tokens, tokens_seen, training_flops
 from eyrie_api.planning.sweep import may_train_together
@@ -151,23 +151,20 @@ def _suite_tokens(spec: JobSpec) -> int:
     return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
 
 
-def plan_tune(work: PlannedWork, rates: Rates) -> StagePlan:
+def plan_tune(work: PlannedWork, rates: Rates, final_times: int = 1) -> StagePlan:
     """Trials of the settings at every concurrency, then a benchmark of the chosen setting; again for a rival that the
-    winner has to beat."""
+    winner has to beat.
+
+    final_times   benchmarks of the chosen setting; FINAL_TIMES: no suite is decided by its first prompts
+    """
     tune, benchmark = work.spec.tune, work.spec.benchmark
     variants = _variants(tune) * len(set(tune.concurrencies))
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
-    confirmed = _suite_tokens(work.spec)
+    confirmed = final_times * _suite_tokens(work.spec)
     hours = min(hours_of(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
     tuned = 1 + work.job.rivals_to_tune
     return StagePlan(stage="tune", tokens=tuned * (raced + confirmed), bytes_on_disk=0, bound_by="memory bandwidth",
                      hours=tuned * (hours + hours_of(confirmed * work.flops_per_token, rates.single)))
-
-
-def longest_tune_hours(work: PlannedWork, rates: Rates) -> float:
-    """Where no suite is decided by its first prompts."""
-    further = (FINAL_TIMES - 1) * _suite_tokens(work.spec) * work.flops_per_token
-    return plan_tune(work, rates).hours + (1 + work.job.rivals_to_tune) * hours_of(further, rates.single)
 
 
 def _variants(tune: TuneSpec) -> int:
@@ -175,21 +172,15 @@ def _variants(tune: TuneSpec) -> int:
     return tune.trials(len(tune.shapes) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1)
 
 
-def plan_prove(work: PlannedWork, rates: Rates) -> StagePlan:
-    """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
-    and without the drafter, and with a rival that the winner has to beat; where the fewest pairs are clear."""
-    return _proof(work, rates, _CLEAR_PAIRS)
-
-
-def longest_proof_hours(work: PlannedWork, rates: Rates) -> float:
-    """Where no load is clear before its budget of pairs ends."""
-    return _proof(work, rates, work.spec.prove.most_pairs).hours
-
-
 _CLEAR_PAIRS = 6  # of blocks: what a drafter of 1.5x or more takes on a quiet machine
 
 
-def _proof(work: PlannedWork, rates: Rates, pairs: int) -> StagePlan:
+def plan_prove(work: PlannedWork, rates: Rates, pairs: int = _CLEAR_PAIRS) -> StagePlan:
+    """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
+    and without the drafter, and with a rival that the winner has to beat.
+
+    pairs   of blocks until a load is clear; `prove.most_pairs`: none is clear before its budget ends
+    """
     prove = work.spec.prove
     variants = 2 + work.job.rivals_to_tune
 
@@ -232,43 +223,30 @@ class ObjectStore:
         return parts + 2 if parts > 1 else 1
 
 
-@dataclass(frozen=True)
-class StageTransfer:
-    objects: int = 0
-    put_requests: int = 0
-    get_requests: int = 0
-    read_bytes: int = 0
-
-
-def with_store_use(stages: tuple[StagePlan, ...], transfers: Mapping[str, StageTransfer],
-                   store: ObjectStore) -> tuple[StagePlan, ...]:
+def with_store_use(stages: tuple[StagePlan, ...], work: PlannedWork, store: ObjectStore) -> tuple[StagePlan, ...]:
     """The stages with their use of the store. What a stage wrote stays until the last one; while it is being written,
     half of it on average is there."""
-    plans, before = [], 0
+    plans, before, transfers, prices = [], 0, _store_transfers(work, store), store.prices
     for plan in stages:
-        moved = transfers.get(plan.stage, StageTransfer())
-        puts, gets = moved.put_requests + _SMALL_FILES, moved.get_requests + _SMALL_FILES
-        held = before + plan.bytes_on_disk / 2
-
-        def money(hours: float, held: float = held, puts: int = puts, gets: int = gets,
-                  read: int = moved.read_bytes) -> float | None:
-            prices = store.prices
-            return None if prices is None else (
-                held / 1e12 * hours / _HOURS_PER_MONTH * prices.storage + puts / 1e6 * prices.put
-                + gets / 1e6 * prices.get + read / 1e12 * prices.traffic)
-
-        hours = plan.hours_range or Interval(low=plan.hours, high=plan.hours)
-        least, most = money(hours.low), money(hours.high)
-        plans.append(plan.model_copy(update={"store": StoreUse(
-            objects=moved.objects + _SMALL_FILES, put_requests=puts, get_requests=gets, read_bytes=moved.read_bytes,
-            cost=money(plan.hours),
-            cost_range=None if least is None or most is None else Interval(low=least, high=most))}))
+        objects, puts, gets, read = transfers.get(plan.stage, (0, 0, 0, 0))
+        use = StoreUse(objects=objects + _SMALL_FILES, put_requests=puts + _SMALL_FILES,
+                       get_requests=gets + _SMALL_FILES, read_bytes=read)
+        if prices is not None:
+            hours = plan.hours_range or Interval(low=plan.hours, high=plan.hours)
+            stored = (before + plan.bytes_on_disk / 2) / 1e12 / _HOURS_PER_MONTH * prices.storage
+            moved = (use.put_requests / 1e6 * prices.put + use.get_requests / 1e6 * prices.get
+                     + read / 1e12 * prices.traffic)
+            use = use.model_copy(update={
+                "cost": stored * plan.hours + moved,
+                "cost_range": Interval(low=stored * hours.low + moved, high=stored * hours.high + moved)})
+        plans.append(plan.model_copy(update={"store": use}))
         before += plan.bytes_on_disk
     return tuple(plans)
 
 
-def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTransfer]:
-    """What each stage that trains, or reads what was trained, writes to the object store and reads of it."""
+def _store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, tuple[int, int, int, int]]:
+    """What each stage that trains, or reads what was trained, writes to the object store and reads of it: objects,
+    requests that write and that read, bytes read."""
     if not work.spec.trains:
         return {}  # the sizes of drafters from elsewhere are not known
     spec, rows_bytes = work.spec, (round(work.rows * (work.prompt + work.answer)) * ROW_JSON_BYTES_PER_TOKEN)
@@ -286,23 +264,23 @@ def store_transfers(work: PlannedWork, store: ObjectStore) -> dict[str, StageTra
         read = states * (1 if together else len(candidates))
         gets = store.parts(read)
     exported = [(size, candidate.train.num_checkpoints) for candidate, size in zip(candidates, drafters, strict=True)]
-    one_drafter = StageTransfer(get_requests=store.parts(max(drafters)), read_bytes=max(drafters))
+    one_drafter = (0, 0, store.parts(max(drafters)), max(drafters))
     copied = round(states * work.states_share)
     # Answers that stay in the store: parts are read for the digest of the ordered rows and to write these; capture
     # reads the rows to plan its shards and to compute them. As files they are downloaded once.
     ordering, passes = (2, 2) if store.ranged else (0, 1)
     return {
-        "regenerate": StageTransfer(
+        "regenerate": (
             2, store.put_requests(rows_bytes), ordering * store.parts(rows_bytes), ordering * rows_bytes),
-        "capture": StageTransfer(
+        "capture": (
             shards, shards * store.put_requests(states / shards),
             # Of each uploaded shard size and end are read back.
             passes * store.parts(rows_bytes) + 2 * shards + round(work.rows * work.states_share) * per_row,
             passes * rows_bytes + copied),
-        "train": StageTransfer(
+        "train": (
             sum(number for _, number in exported), sum(store.put_requests(size) * number for size, number in exported),
             gets, read),
-        "benchmark": StageTransfer(
+        "benchmark": (
             0, 0, sum(store.parts(size) * number for size, number in exported),
             sum(size * number for size, number in exported)),
         "tune": one_drafter, "prove": one_drafter, "hardware": one_drafter}

@@ -85,44 +85,42 @@ def plan(spec: JobSpec, settings: Settings, earlier: Sequence[tuple[Job, Resolve
 def _checked(spec: JobSpec, settings: Settings, rules: ReadRules | None,
              earlier: Sequence[tuple[Job, ResolvedJob]] = ()) -> Submission:
     with reading(f"target.model {spec.target.model!r}, or the data or a drafter of the job"):
-        return _checks(spec, settings, rules, earlier)
-
-
-def _checks(spec: JobSpec, settings: Settings, rules: ReadRules | None,
-            earlier: Sequence[tuple[Job, ResolvedJob]]) -> Submission:
-    facts = read_facts(spec, settings, rules)
-    resolved = resolve(with_absolute_paths(spec), facts).model_copy(update={"reads": rules})
-    submission = Submission(resolved, facts, settings)
-    for passes in CHECKS:
-        passes(submission)
-    if facts.sizes is None:
-        return submission
-    job = submission.job
-    on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
-    if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
-        sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
-    store = _object_store(submission)
-    # What a store holds is on no disk of this machine.
-    planned = make_plan(job, sizes, None if store else free_bytes(settings.home), rates=rates(settings),
-                        on_gpus=on_gpus, data_facts=_with_what_is_present(facts.data, job, settings, earlier),
-                        gpu_hour_prices=settings.prices, store=store,
-                        gpu_memory=None if job.on_cluster else gpu_memory_here())
-    chosen = [f"{name} {value}" for name, value, before in (
-        ("engine", job.spec.engine.kind, spec.engine.kind),
-        ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations),
-        ("regenerate.concurrency", job.spec.regenerate.concurrency, spec.regenerate.concurrency)) if value != before]
-    notes: list[str] = []
-    if not job.on_cluster:  # for the reader of a plan, who may plan for another machine
-        notes = [f"a job of this plan is refused on this machine: {error.message}"
-                 for error in missing_here(submission)]
-        notes += [f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the GPUs "
-                  "that are there" for field, request in requests_of(job.spec) if request.gpu_type is not None]
-    notes += planned.notes
-    if chosen:
-        notes.append(f"chosen for a target of your own on GPUs, since the job does not name them: {', '.join(chosen)}")
-    planned = planned.model_copy(update={"notes": (*notes, *_unread(submission)),
-                                         "warnings": planned.warnings + submission.target_warnings})
-    return replace(submission, job=job.model_copy(update={"plan": planned}))
+        facts = read_facts(spec, settings, rules)
+        resolved = resolve(with_absolute_paths(spec), facts).model_copy(update={"reads": rules})
+        submission = Submission(resolved, facts, settings)
+        for passes in CHECKS:
+            passes(submission)
+        if facts.sizes is None:
+            return submission
+        job = submission.job
+        on_gpus, sizes = facts.computes_on_gpus(job.gpus, job.serving_gpus), facts.sizes
+        if job.spec.engine.kind == "sglang" and quantisation_config(facts.config) is not None:
+            sizes = replace(sizes, quantised_bytes=submission.weight_bytes("sglang"))
+        store = _object_store(submission)
+        # What a store holds is on no disk of this machine.
+        planned = make_plan(job, sizes, None if store else free_bytes(settings.home), rates=rates(settings),
+                            on_gpus=on_gpus, data_facts=_with_what_is_present(facts.data, job, settings, earlier),
+                            gpu_hour_prices=settings.prices, store=store,
+                            gpu_memory=None if job.on_cluster else gpu_memory_here())
+        chosen = [f"{name} {value}" for name, value, before in (
+            ("engine", job.spec.engine.kind, spec.engine.kind),
+            ("data.max_conversations", job.spec.data.max_conversations, spec.data.max_conversations),
+            ("regenerate.concurrency", job.spec.regenerate.concurrency, spec.regenerate.concurrency))
+                  if value != before]
+        notes: list[str] = []
+        if not job.on_cluster:  # for the reader of a plan, who may plan for another machine
+            notes = [f"a job of this plan is refused on this machine: {error.message}"
+                     for error in missing_here(submission)]
+            notes += [f"{field}.gpu_type {request.gpu_type!r} is for the plan alone: on one machine a job runs on the "
+                      "GPUs that are there"
+                      for field, request in requests_of(job.spec) if request.gpu_type is not None]
+        notes += planned.notes
+        if chosen:
+            notes.append("chosen for a target of your own on GPUs, since the job does not name them: "
+                         + ", ".join(chosen))
+        planned = planned.model_copy(update={"notes": (*notes, *_unread(submission)),
+                                             "warnings": planned.warnings + submission.target_warnings})
+        return replace(submission, job=job.model_copy(update={"plan": planned}))
 
 
 def rates(settings: Settings) -> Rates | None:

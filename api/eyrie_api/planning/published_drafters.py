@@ -7,11 +7,8 @@ digests and cards decide. A Hub id that is not in the cache, and a job whose tar
 
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from pydantic import JsonValue
 
 from eyrie_api.contract.drafter import PublishedDrafter
 from eyrie_api.contract.families import FAMILIES
@@ -24,7 +21,6 @@ from eyrie_api.planning.drafter_forms import Form, convert, form_faults, require
 from eyrie_api.planning.drafter_rules import Header, Target, TargetSizes, fit_rules
 from eyrie_api.planning.eagle3_rules import own_engine_rules
 from eyrie_api.planning.facts import Facts, local_path, target_dir
-from eyrie_api.planning.plan_work import TargetFacts
 from eyrie_api.planning.sglang_support import require_mtp_architecture, require_mtp_layer
 from eyrie_api.planning.target_config import end_token_ids, language_model
 from eyrie_api.planning.target_files import SINGLE, read_header, read_object, stored_tensors, weights_are_here
@@ -46,8 +42,8 @@ def with_drafters_of_jobs(spec: JobSpec, job_of: Callable[[str], Job], home: Pat
 
     Raises InvalidInput for a job that is not there, or has no checkpoint of its own to continue from.
     """
-    def resolved(named: JsonValue) -> JsonValue:
-        if not isinstance(named, str) or not named.startswith(_OF_JOB):
+    def resolved(field: str, named: str) -> str:
+        if not field.endswith("drafter.init_from") or not named.startswith(_OF_JOB):
             return named
         try:
             job = job_of(named.removeprefix(_OF_JOB))
@@ -62,11 +58,7 @@ def with_drafters_of_jobs(spec: JobSpec, job_of: Callable[[str], Job], home: Pat
         trained = home.absolute() / "jobs" / job.id / "stages" / "train" / best.candidate
         return str(trained / "checkpoints" / best.checkpoint)
 
-    axes = tuple(axis.model_copy(update={"values": tuple(map(resolved, axis.values))})
-                 if axis.field == "drafter.init_from" else axis for axis in spec.sweep.axes)
-    return spec.model_copy(update={
-        "drafter": spec.drafter.model_copy(update={"init_from": resolved(spec.drafter.init_from)}),
-        "sweep": spec.sweep.model_copy(update={"axes": axes})})
+    return spec.with_paths(resolved)
 
 
 def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None = None) -> None:
@@ -86,15 +78,24 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
         """None: left to the stage."""
         if stored is not None and Path(path).is_relative_to(stored) and not Path(path).exists():
             return None
-        directory = _directory(drafter, path, revision)
+        directory = local_path(path)
+        if directory is None and is_hub_id(path):
+            directory = target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
+        elif directory is None or not (directory / _CONFIG).is_file():
+            raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
+                               "give the directory of a drafter, or a Hub id org/name")
         if directory is None or facts.target is None or facts.sizes is None:
             return None
         try:
             form = _checked_form(drafter, directory, Target(facts.target, facts.config), computed_here,
                                  whole=local_path(path) is not None)
-            _check_fit(drafter, form, facts.target, facts.config, facts.sizes)
-        except UnsupportedTarget as fault:  # of a file that cannot be read
-            raise InvalidInput(f"{drafter}: {fault.message}", fault.hint) from None
+            generation = facts.target / "generation_config.json"
+            ends = end_token_ids(language_model(facts.config), read_object(generation) if generation.is_file() else {})
+            wanted = TargetSizes(facts.sizes.hidden_size, facts.sizes.vocab_size, facts.sizes.num_layers, ends)
+            for fault in fit_rules(drafter, form.family, form.config, wanted):
+                raise InvalidInput(fault.what, fault.hint)
+        except UnsupportedTarget as unread:  # of a file that cannot be read
+            raise InvalidInput(f"{drafter}: {unread.message}", unread.hint) from None
         return form
 
     for field, named in (("drafters", job.spec.drafters), ("rivals", job.rivals)):
@@ -118,16 +119,6 @@ def check_published_drafters(job: ResolvedJob, facts: Facts, stored: Path | None
             require_agreement(spec, form.family, form.config)
 
 
-def _directory(drafter: str, path: str, revision: str | None) -> Path | None:
-    directory = local_path(path)
-    if directory is None and is_hub_id(path):
-        return target_dir(TargetSpec(model=path, revision=revision))  # None: not in the cache
-    if directory is None or not (directory / _CONFIG).is_file():
-        raise InvalidInput(f"{drafter} is not a directory with config.json on the server",
-                           "give the directory of a drafter, or a Hub id org/name")
-    return directory
-
-
 def _checked_form(drafter: str, directory: Path, target: Target, computed_here: bool, *, whole: bool) -> Form:
     """What the drafter in a directory becomes. Raises InvalidInput for one that would not be adopted.
 
@@ -146,14 +137,6 @@ def _checked_form(drafter: str, directory: Path, target: Target, computed_here: 
     if faults:
         raise InvalidInput(f"{drafter}: {'; '.join(fault.what for fault in faults)}", faults[0].hint)
     return form
-
-
-def _check_fit(drafter: str, form: Form, target: Path, config: Mapping[str, Any], sizes: TargetFacts) -> None:
-    generation = target / "generation_config.json"
-    ends = end_token_ids(language_model(config), read_object(generation) if generation.is_file() else {})
-    wanted = TargetSizes(sizes.hidden_size, sizes.vocab_size, sizes.num_layers, ends)
-    for fault in fit_rules(drafter, form.family, form.config, wanted):
-        raise InvalidInput(fault.what, fault.hint)
 
 
 def _tensors(directory: Path, whole: bool) -> dict[str, Header] | None:

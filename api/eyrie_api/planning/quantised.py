@@ -112,7 +112,9 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
         return None
     method = data.get("quant_method")
     if method == "fp8":
-        return _fp8(data)
+        if data.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or data.get("expert_dtype", "fp8") != "fp8":
+            raise _refused(data, f"fmt {data.get('fmt')!r} with expert_dtype {data.get('expert_dtype')!r}", "e4m3")
+        return Quantisation("fp8", 8, scale_block(config), rounds_activations=True)
     if method == "compressed-tensors":
         return _compressed_tensors(data)
     if method == "gptq":
@@ -128,13 +130,6 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     if method == "mxfp4":
         return Quantisation("mxfp4", 4)
     raise _refused(data, f"quant_method {method!r}", ", ".join(READ_METHODS))
-
-
-def _fp8(data: Mapping[str, Any]) -> Quantisation:
-    block = data.get("weight_block_size")
-    if data.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or data.get("expert_dtype", "fp8") != "fp8":
-        raise _refused(data, f"fmt {data.get('fmt')!r} with expert_dtype {data.get('expert_dtype')!r}", "e4m3")
-    return Quantisation("fp8", 8, None if block is None else _block(data, block), rounds_activations=True)
 
 
 def _compressed_tensors(data: Mapping[str, Any]) -> Quantisation:

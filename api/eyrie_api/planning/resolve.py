@@ -120,8 +120,8 @@ def _gpus_at_once(job: ResolvedJob, profile: ClusterProfile) -> int:
     stage these run side by side: all training runs, unless one program trains all candidates; all benchmarks that have
     GPUs; the profiles of `prove.hardware` but the first (`eyrie_pipelines.placement`). Raises InvalidInput."""
     spec, gpus = job.spec, {stage: placed.num_gpus or 0 for stage, placed in job.gpus.items()}
-    measured = () if spec.prove.hardware is None else spec.prove.hardware.profiles
-    first, *others = [resolve_hardware_placement(profile, spec.placement, pool).num_gpus for pool in measured] or [0]
+    first, *others = [resolve_hardware_placement(profile, spec.placement, pool).num_gpus
+                      for pool in spec.prove.profiles] or [0]
     gpus["train"] *= spec.placement.train_nodes * (1 if job.trains_together else len(job.candidates))
     gpus["benchmark"] *= sum(candidate.train.num_checkpoints for candidate in job.candidates) + len(job.brought)
     return max(first, sum(others), *(num_gpus for stage, num_gpus in gpus.items() if stage in spec.stages))

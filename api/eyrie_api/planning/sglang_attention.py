@@ -52,15 +52,10 @@ PROFILES: dict[str, SglangHardware] = {machine.name: machine for machine in (
 )}
 
 
-_COMPUTE = {"B200": 100, "H200": 90, "H100 PCIe": 90, "H100": 90, "A100 80 GB": 80, "A100": 80, "L40S": 89, "L4": 89,
-            "A10": 86}
-"""CUDA compute capability of `hardware.GPUS`, by name."""
-
-
 def labelled(label: str | None) -> SglangHardware | None:
     """The machine with GPUs of this node label; None where the type is not known. It has no memory."""
     gpu = known_gpu(label)
-    return None if gpu is None else SglangHardware(gpu.name, "cuda", _COMPUTE[gpu.name], 0)
+    return None if gpu is None else SglangHardware(gpu.name, "cuda", gpu.compute, 0)
 
 
 def profile(name: str) -> SglangHardware:

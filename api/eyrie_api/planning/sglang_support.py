@@ -59,15 +59,8 @@ CAPTURED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
 )
+"""Without drafters (NextN, MTP, Eagle, Assistant) and an embedding model, which inherit the method: no targets."""
 
-CAPTURED_BESIDES: tuple[str, ...] = (
-    "DeepseekV3ForCausalLMNextN", "EmbeddingGemmaModel", "ExaoneMoEForCausalLMMTP", "Gemma4AssistantForCausalLM",
-    "Gemma4UnifiedAssistantForCausalLM", "Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN",
-    "Glm5NextForConditionalGenerationNextN", "GlmMoeDsaForCausalLMNextN", "LlamaForCausalLMEagle",
-    "LlamaForCausalLMEagle3", "LongcatFlashForCausalLMNextN", "MistralForCausalLMEagle",
-    "MistralLarge3ForCausalLMEagle", "Qwen2ForCausalLMEagle", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP",
-)
-"""Drafters and an embedding model, which inherit the method and are not targets."""
 
 NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",

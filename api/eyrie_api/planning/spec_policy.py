@@ -12,7 +12,7 @@ are not resolved.
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from eyrie_api.contract.job import JobSpec
@@ -37,7 +37,14 @@ def check(spec: JobSpec, settings: Settings, is_mine: IsMine) -> ReadRules:
     that is not allowed."""
     rules = ReadRules(home=str(settings.home.absolute()), allow_private=settings.webhooks_allow_private,
                       private_hosts=tuple(sorted({host for _, host in credential_hosts(settings) if host})))
-    for field, text in _paths(spec):
+    named: list[tuple[str, str]] = []
+
+    def note(field: str, text: str) -> str:
+        named.append((field, text))
+        return text
+
+    spec.with_paths(note)
+    for field, text in named:
         if text.startswith(S3):
             # By parts: team-a/x is below team-a, and team-abc is not.
             wanted = text.removeprefix(S3).split("/")
@@ -96,25 +103,6 @@ def _check_host(field: str, url: str, rules: ReadRules, hint: str) -> str:
     if host in _METADATA or not _may_be_asked(host, rules.allow_private or host in rules.private_hosts):
         raise InvalidInput(f"{field} names {host}, which jobs may not ask", hint)
     return host
-
-
-def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    yield "target.model", spec.target.model
-    for number, source in enumerate(spec.data.sources):
-        yield f"data.sources[{number}].path", source.path
-    for number, suite in enumerate(spec.benchmark.suites):
-        yield f"benchmark.suites[{number}].path", suite.path
-    for field, named in (("drafters", spec.drafters), ("rivals", spec.rivals)):
-        for number, drafter in enumerate(named):
-            if drafter.path is not None:
-                yield f"{field}[{number}].path", drafter.path
-    if spec.drafter.init_from is not None:
-        yield "drafter.init_from", spec.drafter.init_from
-    for axis in spec.sweep.axes:
-        if axis.field == "drafter.init_from":
-            yield from (("sweep.axes: drafter.init_from", str(value)) for value in axis.values)
-    if spec.promotion.drift.traffic_file is not None:
-        yield "promotion.drift.traffic_file", spec.promotion.drift.traffic_file
 
 
 def _with_places(field: str, text: str, rules: ReadRules, settings: Settings, is_mine: IsMine) -> ReadRules:

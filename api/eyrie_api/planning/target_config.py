@@ -265,6 +265,6 @@ def end_token_ids(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     for source in (generation, data):
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and token not in ids:
+            if isinstance(token, int) and not isinstance(token, bool) and token not in ids:
                 ids.append(token)
     return tuple(ids)

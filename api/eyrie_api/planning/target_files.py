@@ -15,12 +15,13 @@ against its tokens. The chat template renders a few short conversations, in a pr
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eyrie_api.chat_template import Form, Prompt, probe_apart, read_sources, special_tokens
 from eyrie_api.contract.engine import EngineKind
@@ -39,7 +40,7 @@ from eyrie_api.planning.quantised import (
     stored_bits,
 )
 from eyrie_api.planning.sglang_support import MTP_LAYER
-from eyrie_api.planning.target_config import biases, computed_by_reference, language_model
+from eyrie_api.planning.target_config import biases, computed_by_reference, end_token_ids, language_model
 
 GIT_LFS = b"version https://git-lfs"
 LFS_HINT = "run `git lfs pull` where it was cloned, or download it with `hf download`"
@@ -64,18 +65,26 @@ _LONGEST_NAME = 255  # bytes of a file's name; the system call fails for longer 
 _SAVE = "save the model again with save_pretrained, or download it again"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. Raises UnsupportedTarget for another one, or one that cannot be read."""
     if path.exists() and not path.is_file():  # opening a FIFO waits for its other end, a device may never end
         raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
     try:
         with open_regular(path) as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
+            if file.read(len(GIT_LFS)) == GIT_LFS:
+                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+            file.seek(0)
+            yield file
     except OSError as error:
         raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
                                 "make it readable for the server") from None
-    if data.startswith(GIT_LFS):
-        raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UnsupportedTarget for a file that is not one or cannot be read."""
+    with _opened(path) as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
     if len(data) > _MAX_JSON_BYTES:
         raise UnsupportedTarget(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB", "save the model again")
     try:
@@ -320,13 +329,8 @@ def dense_bytes(directory: Path, config: Mapping[str, Any], dtype: str) -> int:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file. Raises UnsupportedTarget for a truncated or another file."""
     try:
-        if path.exists() and not path.is_file():
-            raise UnsupportedTarget(f"{path} is not a regular file", "put the file itself there, or a link to it")
-        size = path.stat().st_size
-        with open_regular(path) as file:
-            first = file.read(8)
-            if GIT_LFS.startswith(first) and first:
-                raise UnsupportedTarget(f"{path} is a git-LFS pointer, not the file itself", LFS_HINT)
+        with _opened(path) as file:
+            size, first = path.stat().st_size, file.read(8)
             length = int.from_bytes(first, "little")
             if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise UnsupportedTarget(f"{path} is truncated or not a safetensors file", "download it again")
@@ -339,9 +343,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                                              after - begin)
         end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"),
                   default=0)
-    except OSError as error:
-        raise UnsupportedTarget(f"{path} cannot be read: {error.strerror}",
-                                "make it readable for the server") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError):
         raise UnsupportedTarget(f"{path} has no safetensors header", "download it again") from None
     if size != 8 + length + end:
@@ -366,7 +367,7 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
     if not sources:
         raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
                              "use the chat model rather than the base model, or add chat_template.jinja")
-    ends = _end_ids(_optional(directory, "generation_config.json")) + _end_ids(config)
+    ends = end_token_ids(config, _optional(directory / "generation_config.json"))
     beyond = [token for token in ends if not 0 <= token < vocab_size]
     if beyond:
         raise UnsupportedTarget(f"target directory {directory}: eos_token_id {beyond[0]} is not in the model's "
@@ -392,7 +393,10 @@ def check_tokenizer(directory: Path, config: Mapping[str, Any], vocab_size: int)
         number, token = outside[0]
         warnings.append(f"tokens of tokenizer.json without an embedding: {len(outside)} (the first is {token!r} with "
                         f"id {number} of {vocab_size}); rows and requests whose text has one are refused")
-    end = _turn_end(form.turn_end, special_names)
+    # The first special token in what follows an answer; none where the template writes none.
+    places = {form.turn_end.find(token): token for token in sorted(special_names, key=len)
+              if token and token in form.turn_end}
+    end = places[min(places)] if places else None
     if end is not None and tokens[end] not in ends and end != named.get("eos_token"):
         warnings.append(f"the chat template ends an answer with {end!r}, which is no end token of the model: answers "
                         f"would run to their limit; add its id {tokens[end]} to eos_token_id in generation_config.json")
@@ -408,25 +412,20 @@ def template_refusals(directory: Path, prompts: Sequence[Prompt]) -> list[str]:
 
 def _template_files(directory: Path) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Sources of the chat templates, and the special tokens."""
-    settings = _optional(directory, "tokenizer_config.json")
-    return (read_sources(directory, settings, _optional(directory, "chat_template.json")),
-            special_tokens(_optional(directory, "special_tokens_map.json"), settings))
+    settings = _optional(directory / "tokenizer_config.json")
+    return (read_sources(directory, settings, _optional(directory / "chat_template.json")),
+            special_tokens(_optional(directory / "special_tokens_map.json"), settings))
 
 
-def _optional(directory: Path, name: str) -> dict[str, Any]:
-    return read_object(directory / name) if (directory / name).is_file() else {}
+def _optional(path: Path) -> dict[str, Any]:
+    """`read_object`; empty where there is no file."""
+    return read_object(path) if path.is_file() else {}
 
 
 @lru_cache(maxsize=16)
 def _probed(given: str) -> tuple[Form, list[str]]:
     """A plan and the job that follows it name the same target and data; a process is started for the first."""
     return probe_apart(*json.loads(given))
-
-
-def _turn_end(text: str, special: Collection[str]) -> str | None:
-    """The first special token in what follows an answer; None where the template writes none."""
-    places = {text.find(token): token for token in sorted(special, key=len) if token and token in text}
-    return places[min(places)] if places else None
 
 
 def _token_ids(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -447,9 +446,3 @@ def _token_ids(path: Path) -> tuple[dict[str, int], list[str]]:
         raise UnsupportedTarget(f"{path}: added_tokens is not a list of tokens with content and id",
                                 "save the tokenizer again") from None
     return (tokens | {name: number for name, number, _ in added}, [name for name, _, is_special in added if is_special])
-
-
-def _end_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    return [token for token in (value if isinstance(value, list) else [value])
-            if isinstance(token, int) and not isinstance(token, bool)]

@@ -64,10 +64,6 @@ class StepWork:
         """N"""
         return sum(self.alive)
 
-    def part(self, num_parts: int) -> "StepWork":
-        """The largest of several parts of nearly equal numbers of roots."""
-        return replace(self, alive=tuple(-(-alive // num_parts) for alive in self.alive))
-
 
 def expected_work(tokens: int, *, supervised_share: float, ttt_length: int, unrolled_fraction: float,
                   row_tokens: float) -> StepWork:
@@ -187,7 +183,8 @@ def eagle3_flops(drafter: TrainedDrafter, work: StepWork) -> int:
 
 def step_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> StepBytes:
     """The need of one step of an EAGLE-3 drafter on one rank, at the moment of most memory."""
-    part = work.part(setting.num_parts)
+    # The largest of parts of nearly equal numbers of roots.
+    part = replace(work, alive=tuple(-(-alive // setting.num_parts) for alive in work.alive))
     held = _always(drafter, setting) | _shared(drafter, work, setting)
     if setting.num_parts > 1:  # gradients of the shared projections and weights are summed over parts in float32
         held["sums over parts"] = _WIDE * (work.tokens * sum(_shared_widths(drafter)) + _unrolled_weights(drafter))
@@ -344,15 +341,10 @@ def roots_per_part(budget_bytes: int, bytes_per_root: int) -> int:
     return max(_FEWEST_ROOTS, budget_bytes // bytes_per_root // _FEWEST_ROOTS * _FEWEST_ROOTS)
 
 
-def in_parts(drafter: TrainedDrafter, work: StepWork, setting: StepSetting, device_bytes: int) -> StepSetting:
-    """The setting with the number of parts that a GPU of this size unrolls the batch in."""
-    roots = roots_per_part(device_bytes // ACTIVATION_SHARE, mean_root_bytes(drafter, work.alive, setting))
-    return replace(setting, num_parts=max(1, ceil(work.alive[0] / roots)))
-
-
 def needed_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting, device_bytes: int) -> StepBytes:
-    """The need of a step on a GPU of this size."""
-    return step_bytes(drafter, work, in_parts(drafter, work, setting, device_bytes))
+    """The need of a step on a GPU of this size, in as many parts as it unrolls the batch in."""
+    roots = roots_per_part(device_bytes // ACTIVATION_SHARE, mean_root_bytes(drafter, work.alive, setting))
+    return step_bytes(drafter, work, replace(setting, num_parts=max(1, ceil(work.alive[0] / roots))))
 
 
 def largest_tokens(drafter: TrainedDrafter, work_of: Callable[[int], StepWork], setting: StepSetting,

@@ -15,12 +15,11 @@ numbers, since the server writes `1000m` as `1`.
 
 import itertools
 import logging
-import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
+from eyrie_api.quantities import amount
 from eyrie_operator.cluster.client import Cluster, ClusterRejected, Object
 from eyrie_operator.manifests.deployment import ENDPOINT_LABEL, GROUP, Manifest, digest
 
@@ -135,11 +134,6 @@ class ObjectCache:
 APPLIED = f"{GROUP}/applied"
 """Annotation: digest of the applied manifest."""
 
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-_UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
-          "T": Decimal(10**12), "P": Decimal(10**15), "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
-          "Ti": Decimal(2**40), "Pi": Decimal(2**50)}
-
 
 def with_digest(manifest: Manifest) -> Manifest:
     """The manifest with its own digest as an annotation."""
@@ -171,10 +165,5 @@ def difference(wanted: Any, existing: Any, path: str = "") -> str | None:
                       for at, (item, other) in enumerate(zip(wanted, items, strict=True)))
     else:
         is_same = wanted == existing or (not wanted and existing is None)
-        return None if is_same or (_amount(wanted) is not None and _amount(wanted) == _amount(existing)) else path
+        return None if is_same or (amount(wanted) is not None and amount(wanted) == amount(existing)) else path
     return next((differing for differing in inside if differing is not None), None)
-
-
-def _amount(value: Any) -> Decimal | None:
-    read = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    return None if read is None else Decimal(read[1]) * _UNITS[read[2] or ""]
