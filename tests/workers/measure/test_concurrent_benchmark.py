@@ -48,7 +48,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with open_session(spec, read_suites(spec, stage), uses, stage, 3) as session:
         engine = EndingEngine(session.target, "float32", 3)
         engine.start(uses)
-        yield dataclasses.replace(session, bench=dataclasses.replace(session.bench, engine=engine))
+        yield dataclasses.replace(session, engine=engine)
 
 
 def prompts(session: Session) -> list[Prompt]:
@@ -96,7 +96,7 @@ def test_pairs_of_blocks_are_measured_until_their_ratio_is_clear_or_the_budget_e
 
 def test_a_block_in_which_a_server_ended_is_measured_again_in_all_settings_once_per_concurrency(
         session: Session, tmp_path: Path) -> None:
-    engine = session.bench.engine
+    engine = session.engine
     assert isinstance(engine, EndingEngine)
     benchmark, blocks = benchmark_of(session, tmp_path / "blocks.jsonl")
     engine.answered, engine.ends_in = -2, (2, 7)  # two warm-ups; then in the first pair, and in the third
@@ -111,12 +111,12 @@ def test_a_block_in_which_a_server_ended_is_measured_again_in_all_settings_once_
 
 
 def test_a_prompt_in_which_a_server_ended_is_answered_again_in_all_variants_once(session: Session) -> None:
-    engine, bench = session.bench.engine, dataclasses.replace(session.bench)
+    engine, fresh = session.engine, dataclasses.replace(session)
     assert isinstance(engine, EndingEngine)
     engine.start({BASELINE: engine._uses[OFF.label()], drafted(TREE).title: engine._uses[CHAIN.label()]})
     engine.answered, engine.ends_in = 0, (2, 6)
     first, second = session.units([(0, prompts(session)[0]), (1, prompts(session)[1])], (0.0,), 1)
     for unit, answers in ((first, 4), (second, 6)):
-        entry = bench.measure(unit, [UNDRAFTED, drafted(TREE)], lambda: None)
+        entry = fresh.measure(unit, [UNDRAFTED, drafted(TREE)], lambda: None)
         assert entry.samples.keys() == {BASELINE, drafted(TREE).title}
         assert engine.answered == answers

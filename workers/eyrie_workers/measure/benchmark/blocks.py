@@ -39,7 +39,7 @@ from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS, make_request
+from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
@@ -97,17 +97,16 @@ class BlockRunner:
 
     def some_requests(self, prompts: Sequence[Prompt], temperature: float, start: int, num: int) -> list[Request]:
         """`num` requests from the `start`-th prompt on, cyclically."""
-        bench, requests = self.session.bench, []
+        requests = []
         for index in range(start, start + num):
             repeat, place = divmod(index, len(prompts))
             (unit,) = self.session.units([(0, prompts[place])], [temperature], 1)
-            request = make_request(replace(unit, repeat=repeat), seed=bench.seed, max_new_tokens=bench.max_new_tokens,
-                                   stop_ids=bench.stop_ids)
+            request = self.session.request(replace(unit, repeat=repeat))
             requests.append(replace(request, id=f"{request.id} ({repeat})"))
         return requests
 
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        run = self.session.bench.engine.generate(
+        run = self.session.engine.generate(
             setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
         depth = setting.tree.num_steps if setting.tree is not None else 0
         histograms = [(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)]
@@ -124,7 +123,7 @@ class BlockRunner:
         for temperature in temperatures:
             short = [replace(request, max_new_tokens=WARMUP_TOKENS)
                      for request in self.requests(concurrency, temperature, 0)[:concurrency]]
-            self.session.bench.engine.generate(setting.label(), short, concurrency, truncate=True)
+            self.session.engine.generate(setting.label(), short, concurrency, truncate=True)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class MeasuredBlocks:
 
     @property
     def engine(self) -> DecodingEngine:
-        return self.runner.session.bench.engine
+        return self.runner.session.engine
 
     def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         """One block. The setting's variant must be started unless the ledger has the block."""
