@@ -18,7 +18,7 @@ from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import Session, open_session, read_suites, round_robin, uses_of
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Variant
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, anytime_interval
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
@@ -113,10 +113,10 @@ def test_a_block_in_which_a_server_ended_is_measured_again_in_all_settings_once_
 def test_a_prompt_in_which_a_server_ended_is_answered_again_in_all_variants_once(session: Session) -> None:
     engine, fresh = session.engine, dataclasses.replace(session)
     assert isinstance(engine, EndingEngine)
-    engine.start({BASELINE: engine._uses[OFF.label()], drafted(TREE).title: engine._uses[CHAIN.label()]})
+    engine.start({BASELINE: engine._uses[OFF.label()], Variant(tree=TREE).title: engine._uses[CHAIN.label()]})
     engine.answered, engine.ends_in = 0, (2, 6)
     first, second = session.units([(0, prompts(session)[0]), (1, prompts(session)[1])], (0.0,), 1)
     for unit, answers in ((first, 4), (second, 6)):
-        entry = fresh.measure(unit, [UNDRAFTED, drafted(TREE)], lambda: None)
-        assert entry.samples.keys() == {BASELINE, drafted(TREE).title}
+        entry = fresh.measure(unit, [UNDRAFTED, Variant(tree=TREE)], lambda: None)
+        assert entry.samples.keys() == {BASELINE, Variant(tree=TREE).title}
         assert engine.answered == answers

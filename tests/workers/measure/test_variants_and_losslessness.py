@@ -27,7 +27,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Variant, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Variant
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.benchmark import compare
@@ -35,8 +35,8 @@ from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measure.tiny_bench import stage_specs
 
-CHAIN = drafted(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
-TREE = drafted(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
+CHAIN = Variant(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+TREE = Variant(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
 VARIANTS = [UNDRAFTED, CHAIN, TREE]
 
 

@@ -23,6 +23,8 @@ from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.model import TargetModel
 
+WARMUP_TOKENS = 16  # of an answer that is not timed: enough rounds to run every matrix shape of a variant
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -109,17 +111,6 @@ class DecodingEngine(Protocol):
     def stop(self) -> None:
         """Release all variants."""
         ...
-
-
-def check_temperatures(engine: DecodingEngine, settings: Sequence[Setting], temperatures: Sequence[float],
-                       field: str) -> None:
-    """Raises InvalidInput for the first temperature at which the engine refuses one of the settings."""
-    for temperature in temperatures:
-        for setting in settings:
-            why = engine.refusal(setting, temperature)
-            if why is not None:
-                raise InvalidInput(f"{field} contains {temperature:g}: {why}",
-                                   f"set {field} to [0], or engine.kind to embedded")
 
 
 class EmbeddedEngine:

@@ -32,7 +32,7 @@ from eyrie_api.contract.reports import EngineUsed
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import EyrieError
 from eyrie_api.planning.sglang_attention import Platform
-from eyrie_workers.engines.decoding_engine import Answer, EngineRun
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, Answer, EngineRun
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import SglangServer
@@ -48,7 +48,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _SILENCE_TIMEOUT_S = 600.0
 """Between two chunks of a stream: the prefill of a long prompt behind others takes long on a CPU."""
 
-_WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 _LINE_BYTES = 8 * 2**20
 """Longest line of a stream: cumulative token ids of a long answer."""
 
@@ -225,7 +224,7 @@ class SglangEngine:
                     self._history.note_version(variant, server.version())
                     self._asked = True
                 if self._warm.get(variant) is not server:
-                    short = [replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
+                    short = [replace(request, max_new_tokens=min(WARMUP_TOKENS, request.max_new_tokens))
                              for request in requests[:concurrency]]
                     generate(server.url, short, concurrency, self._context_length, truncate=False)
                     self._warm[variant] = server

@@ -194,7 +194,7 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     """One variant's launch plan, and the arguments it shares with the other variants."""
     target_dir, machine = resolve(plan.target), plan.hardware
     common = LaunchPlan(
-        target=read_target(str(target_dir), read_json(target_dir / "config.json"), None), machine=machine,
+        target=read_target(str(target_dir), read_json(target_dir / "config.json")), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
         engine=plan.engine, adaptive_path=str(directory / "adaptive.json"), captured=plan.captured)
     plans: dict[str, LaunchPlan] = {}

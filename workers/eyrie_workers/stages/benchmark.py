@@ -55,7 +55,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, Variant
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve, weight_bytes
@@ -113,7 +113,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     setting = Setting(tree=tree) if method != "ngram" else Setting(method="ngram", tree=DraftTreeShape(
         num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))
     assert setting.tree is not None
-    variant = drafted(setting.tree)
+    variant = Variant(tree=setting.tree)
     variants = [UNDRAFTED, variant]
     uses = uses_of(spec, {BASELINE: OFF, variant.title: setting})
     in_blocks = uses_of(spec, {variant.label(): variant for variant in (OFF, setting)})

@@ -65,7 +65,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, Variant
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, acceptance_length, add_histograms
 from eyrie_workers.measure.tuner import operating
 from eyrie_workers.measure.tuner import profile as profiling
@@ -332,7 +332,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         winner = lowest.best_drafted("drafter")
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
-        began_final, variant = time.monotonic(), drafted(winner.tree)
+        began_final, variant = time.monotonic(), Variant(tree=winner.tree)
 
         def measure(units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
             if not is_measured(session, units, [UNDRAFTED, variant], final_ledger):

@@ -34,12 +34,11 @@ from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.decisions.evidence import speedup_standing
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,12 +23,12 @@ from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt, load_suite
-from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, DecodingEngine, EmbeddedEngine
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine import GpuReading, ProcessorTime, cpu_count, gpu_interference, interference, machine_lock
-from eyrie_workers.measure.benchmark.variants import BASELINE, WARMUP_TOKENS, Entry, Sample, Unit, UnitKey, Variant
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, UnitKey, Variant
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.sglang.managed_engine import SglangEngine
@@ -211,7 +212,10 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
     if isinstance(spec, TuneStage):
         temperatures["tune.temperatures"] = spec.tune.temperatures
     for field, values in temperatures.items():
-        check_temperatures(engine, [use.setting for use in possible.values()], values, field)
+        for temperature, use in product(values, possible.values()):
+            if (why := engine.refusal(use.setting, temperature)) is not None:
+                raise InvalidInput(f"{field} contains {temperature:g}: {why}",
+                                   f"set {field} to [0], or engine.kind to embedded")
     try:
         yield Session(engine, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
     except BaseException:

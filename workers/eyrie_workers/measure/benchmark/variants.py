@@ -16,23 +16,22 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Frozen
 from eyrie_workers.data.suites import Prompt
 
+BASELINE = "baseline"
+
 
 class Variant(Frozen):
-    """One configuration under measurement. All variants of a measurement share target, prompts, seeds and noise."""
+    """One configuration under measurement: the measured drafter in one draft-tree shape, or no drafting. All variants
+    of a measurement share target, prompts, seeds and noise."""
 
-    title: str
-    """Its name in ledgers and reports; unique within a measurement."""
+    tree: DraftTreeShape | None = None
 
-    tree: DraftTreeShape | None
-
-
-def drafted(tree: DraftTreeShape) -> Variant:
-    """The measured drafter in one draft-tree shape, named after the shape."""
-    return Variant(title=tree.label(), tree=tree)
+    @property
+    def title(self) -> str:
+        """Its name in ledgers and reports; unique within a measurement."""
+        return BASELINE if self.tree is None else self.tree.label()
 
 
-BASELINE = "baseline"
-UNDRAFTED = Variant(title=BASELINE, tree=None)
+UNDRAFTED = Variant()
 
 UnitKey = tuple[str, str, float, int]
 """Suite, prompt id, temperature, repeat: identifies a unit, and the entry with its answers."""
@@ -68,9 +67,6 @@ class Entry(Frozen):
     @property
     def key(self) -> UnitKey:
         return (self.suite, self.prompt_id, self.temperature, self.repeat)
-
-
-WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 
 
 @dataclass(frozen=True)
