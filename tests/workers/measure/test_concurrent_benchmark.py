@@ -16,7 +16,7 @@ from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import Session, open_session, read_suites, round_robin, uses_of
 from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Variant
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, anytime_interval
@@ -56,13 +56,13 @@ def prompts(session: Session) -> list[Prompt]:
 
 
 def benchmark_of(session: Session, path: Path) -> tuple[ConcurrentBenchmark, MeasuredBlocks]:
-    blocks = MeasuredBlocks(BlockRunner(session, prompts(session)), JsonlLedger(path, BlockRun, "d"), {})
+    blocks = MeasuredBlocks(session, prompts(session), JsonlLedger(path, BlockRun, "d"))
     spec = BenchmarkSpec(concurrencies=(1, 3), temperatures=(0.0,))
     return ConcurrentBenchmark(spec, CHAIN, blocks, min_speedup=1.05), blocks
 
 
 def block(blocks: MeasuredBlocks, rung: int, setting: Setting, seconds: float) -> BlockRun:
-    answers = {request.id: (1, 2, 3) for request in blocks.runner.requests(3, 0.0, rung)}
+    answers = {request.id: (1, 2, 3) for request in blocks.requests(3, 0.0, rung)}
     return BlockRun(concurrency=3, temperature=0.0, rung=rung, variant=setting.label(), seconds=seconds, tokens=18,
                     accepted_histogram=(6,), answers=answers, whole=tuple(answers),
                     answer_s=dict.fromkeys(answers, seconds / 2))
@@ -87,7 +87,7 @@ def test_pairs_of_blocks_are_measured_until_their_ratio_is_clear_or_the_budget_e
     assert report.speedup == pytest.approx(exp(fmean(logs)))
     by_prompt = dict[str, list[float]]()
     for rung, value in enumerate(logs):
-        for request in blocks.runner.requests(3, 0.0, rung):
+        for request in blocks.requests(3, 0.0, rung):
             by_prompt.setdefault(request.id.split()[0], []).append(value)
     interval = anytime_interval(logs, [*map(fmean, by_prompt.values())])
     assert (report.speedup_interval.low, report.speedup_interval.high) == pytest.approx((interval.low, interval.high))

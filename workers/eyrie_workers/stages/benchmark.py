@@ -38,7 +38,7 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
@@ -112,7 +112,6 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     # N-gram look-up continues one text: a chain of the same depth.
     setting = Setting(tree=tree) if method != "ngram" else Setting(method="ngram", tree=DraftTreeShape(
         num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))
-    assert setting.tree is not None
     variant = Variant(tree=setting.tree)
     variants = [UNDRAFTED, variant]
     uses = uses_of(spec, {BASELINE: OFF, variant.title: setting})
@@ -127,8 +126,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         measured = measure_units(session, units, variants, ledger, stage)
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
         concurrent = ConcurrentBenchmark(spec.benchmark, setting, MeasuredBlocks(
-            BlockRunner(session, [prompt for _, prompt in prompts]), block_ledger,
-            {run.key: run for run in block_ledger.entries}), spec.min_speedup)
+            session, [prompt for _, prompt in prompts], block_ledger), spec.min_speedup)
         if not concurrent.is_measured:
             start_all(session, in_blocks)
             concurrent.measure(stage)

@@ -33,7 +33,7 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.tuning import OFF, DraftTime, Method, NeededTau, Setting, StepTime, TuneSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measure.benchmark.blocks import BlockRun, MeasuredBlocks
 from eyrie_workers.measure.tuner import anchors
 from eyrie_workers.measure.tuner.predict import (
     ContinuationNodes,
@@ -267,11 +267,11 @@ class TuningProfile(Frozen):
 Engines = Mapping[Method, Engine]  # the reference engine of each method
 
 
-def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+def measure(blocks: MeasuredBlocks, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
             tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
     """Measure and replay in the reference engine. `between` is called between rounds and may raise."""
     began = time.monotonic()
-    profiler = _Profiler(runner, engines, settings, prompts, between)
+    profiler = _Profiler(blocks, engines, settings, prompts, between)
     for concurrency in sorted(set(tune.concurrencies)):
         for temperature in tune.temperatures:
             profiler.probe(concurrency, temperature)
@@ -281,19 +281,18 @@ def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], 
 
 
 def measure_from_outside(
-        runner: BlockRunner, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
-        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None],
-        measure_block: Callable[[Setting, int, float, int], BlockRun]) -> TuningProfile:
+        blocks: MeasuredBlocks, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
+        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
     """Measure in the session's engine, whose variants `anchored` are started, and replay in the reference engines.
 
-    engines         None: the target has no reference implementation, and acceptance comes from the anchors
-    measure_block   of a setting, concurrency, temperature and rung; the race's, so that it measures no block again
+    blocks    the race's, so that it measures no block again
+    engines   None: the target has no reference implementation, and acceptance comes from the anchors
     """
     began = time.monotonic()
     # A method of which no anchor could start has no costs: its settings are not predicted, hence not raced.
     methods = {anchor.method for anchor in anchored}
     settings = [setting for setting in settings if setting.method in methods]
-    profiler = _Profiler(runner, engines or {}, settings, prompts, between)
+    profiler = _Profiler(blocks, engines or {}, settings, prompts, between)
     step_times: list[StepTime] = []
     draft_times: list[DraftTime] = []
     concurrencies = sorted(set(tune.concurrencies))
@@ -302,16 +301,16 @@ def measure_from_outside(
     measured: dict[tuple[int, float], dict[Setting, BlockRun]] = {}
     # One anchor after the other: where fewer servers fit than there are anchors, each is started once.
     for setting in anchored:
-        runner.warm_up(setting, 1, tune.temperatures)
+        blocks.warm_up(setting, 1, tune.temperatures)
         # Median seconds of the first token, one request at a time.
-        first_tokens = runner.session.engine.generate(
+        first_tokens = blocks.engine.generate(
             setting.label(), profiler.prefill_requests()[:_FEW_PROMPTS], 1)
         prefill_s[setting] = median(answer.ttft_s for answer in first_tokens.answers)
         for concurrency in concurrencies:
             if concurrency > 1:
-                runner.warm_up(setting, concurrency, tune.temperatures)
+                blocks.warm_up(setting, concurrency, tune.temperatures)
             for temperature in tune.temperatures:
-                run = measure_block(setting, concurrency, temperature, 0)
+                run = blocks.measure(setting, concurrency, temperature, 0)
                 measured.setdefault((concurrency, temperature), {})[setting] = run
     for concurrency in concurrencies:
         for temperature in tune.temperatures:
@@ -335,8 +334,8 @@ def measure_from_outside(
         for temperature in tune.temperatures:
             # Undrafted answers of the session's engine to all prompts, to replay along.
             between()
-            requests = runner.some_requests(prompts, temperature, 0, len(prompts))
-            answered = runner.session.engine.generate(OFF.label(), requests, concurrencies[-1])
+            requests = blocks.some_requests(prompts, temperature, 0, len(prompts))
+            answered = blocks.engine.generate(OFF.label(), requests, concurrencies[-1])
             for request, answer in zip(requests, answered.answers, strict=True):
                 profiler.answers[request.id, temperature] = KnownAnswer(
                     tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
@@ -351,13 +350,13 @@ def measure_from_outside(
     return TuningProfile(
         belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
         prefill_s={method: median(seconds) for method, seconds in by_method.items()}, replays=tuple(replays),
-        num_resident=runner.session.engine.num_resident, seconds=time.monotonic() - began)
+        num_resident=blocks.engine.num_resident, seconds=time.monotonic() - began)
 
 
 class _Profiler:
-    def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+    def __init__(self, blocks: MeasuredBlocks, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
-        self.runner, self.engines = runner, engines
+        self.blocks, self.engines = blocks, engines
         self.settings, self.prompts, self.between = settings, prompts, between
         self.step_times: list[StepTime] = []
         self.draft_times: list[DraftTime] = []
@@ -367,7 +366,7 @@ class _Profiler:
 
     def probe(self, concurrency: int, temperature: float) -> None:
         num = max(concurrency, min(len(self.prompts), max(_FEW_PROMPTS, 2 * concurrency)))
-        requests = self.runner.some_requests(self.prompts, temperature, 0, num)
+        requests = self.blocks.some_requests(self.prompts, temperature, 0, num)
         for method in self._methods:
             trained = method == "drafter"
             probed = requests if trained else [
@@ -412,7 +411,7 @@ class _Profiler:
 
     def prefill_requests(self) -> list[Request]:
         """Requests whose answers end with their first token."""
-        requests = self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+        requests = self.blocks.some_requests(self.prompts, 0.0, 0, len(self.prompts))
         return [replace(request, max_new_tokens=1) for request in requests]
 
     def replay(self, tune: TuneSpec) -> list[SettingReplay]:
@@ -424,7 +423,7 @@ class _Profiler:
             for method in self._methods:
                 shapes, drafter = self._shapes(method), self.engines[method].drafter
                 assert drafter is not None
-                traces = trace(self.runner.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
+                traces = trace(self.blocks.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
                                {shape.top_k for shape in shapes}, self.between)
                 replays += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
                                           done=merged([replay(answer, shape) for answer in traces[shape.top_k]]))
