@@ -128,13 +128,10 @@ class ServerProcess(ABC):
             time.sleep(_POLL_S)
         raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
 
-    def ticks(self) -> dict[int, int]:
-        return group_ticks(self.process.pid)
-
     def memory_bytes(self) -> int:
         """Main memory of its processes, pages that several share counted once."""
         kib = 0
-        for pid in self.ticks():
+        for pid in group_ticks(self.process.pid):
             with contextlib.suppress(OSError):  # a process that ends meanwhile
                 kib += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
         return kib * 1024
@@ -148,7 +145,7 @@ class ServerProcess(ABC):
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
-        children = self.ticks().keys() - {self.process.pid}
+        children = group_ticks(self.process.pid).keys() - {self.process.pid}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
         code = self.process.wait()

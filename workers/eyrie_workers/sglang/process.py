@@ -25,7 +25,7 @@ from pathlib import Path
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.processes import last_lines, log_lines
-from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, start_process
+from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, group_ticks, start_process
 from eyrie_workers.sglang.plugin_files import place_plugin
 
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
@@ -103,7 +103,7 @@ class SglangServer(ServerProcess):
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes since they began."""
-        return sum(self.ticks().values()) / os.sysconf("SC_CLK_TCK")
+        return sum(group_ticks(self.process.pid).values()) / os.sysconf("SC_CLK_TCK")
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,
