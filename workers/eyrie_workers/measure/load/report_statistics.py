@@ -80,14 +80,15 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
     failed = Counter(result.failure for result in results if result.failure is not None)
     tokens = sum(result.tokens for result in completed)
     rates, num_rated = _rates(completed)
-    by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
-    for result in completed if drafting else ():
-        if result.histogram is not None:
-            by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
-    of_prompts = [intervals.add_histograms(histograms) for histograms in by_prompt.values()]
-    histogram, tau_interval = intervals.add_histograms(of_prompts), None
+    histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
+    histogram, tau_interval = intervals.add_histograms(histograms), None
     if has_rounds := sum(histogram) > 0:
-        around = intervals.acceptance_interval(intervals.rounds_and_accepted(of_prompts), spec.seed)
+        by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
+        for result in completed:
+            if result.histogram is not None and sum(result.histogram) > 0:
+                by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
+        around = intervals.acceptance_interval(intervals.rounds_and_accepted(
+            map(intervals.add_histograms, by_prompt.values())), spec.seed)
         tau_interval = around.model_copy(update={"low": max(1.0, around.low)})
     return LoadCell(
         requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
