@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.load_generator import stub_server
 from eyrie_api.contract.engine import SamplingSpec
+from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_workers.data.rows import AnsweredRow, RowLedger, RowSampling
 from eyrie_workers.regeneration.answers import (
@@ -50,7 +51,7 @@ def ask(endpoint: GenerationEndpoint, tokenizer: ChatTokenizer, num_rows: int, p
     ledger = RowLedger(path)
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
     asked = list(prompts(tokenizer, num_rows))  # the selection has rendered them
-    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.max_new_tokens)
+    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.spec.max_new_tokens)
     started, cpu = time.perf_counter(), time.process_time()
     for outcome in engine.answers(iter(asked), lambda: None):
         if not isinstance(outcome, GeneratedAnswer):
@@ -84,8 +85,9 @@ def main(argv: list[str] | None = None) -> int:
             urls.append(stack.enter_context(stub_server(directory / str(number), "--token", str(given.token),
                                                       "--tokens", str(given.tokens), "--dialect", given.dialect,
                                                       "--log", str(directory / f"{number}.jsonl"))))
-        endpoint = GenerationEndpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
-                                      sampling=SamplingSpec(), max_new_tokens=given.tokens)
+        endpoint = GenerationEndpoint(RegenerateSpec(
+            engine="openai", endpoints=tuple(urls), concurrency=given.concurrency, sampling=SamplingSpec(),
+            max_new_tokens=given.tokens), "responder")
         num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
         stack.close()  # the logs are whole when the servers have ended

@@ -47,7 +47,7 @@ def main() -> int:
     pool = ServerPool(plan, uses, work, Stage(work), capacity=1)
     with contextlib.ExitStack() as opened:
         opened.callback(pool.stop)
-        url = pool.server("prefill").server.url
+        url = pool.server("prefill").url
         source = opened.enter_context(SglangStates(plan, layers, options.tokens, work / "captured", Stage(work)))
         for number in range(options.rounds + 1):
             texts = [torch.randint(3, config.vocab_size, (options.tokens,), generator=generator)

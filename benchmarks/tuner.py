@@ -20,7 +20,7 @@ All measurements are in ledgers next to the report, from which an interrupted ru
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
@@ -47,7 +47,7 @@ from eyrie_api.contract.promotion import PromotionPolicy
 from eyrie_api.contract.reports import Environment, TuneReport
 from eyrie_api.contract.stages import TuneStage
 from eyrie_api.contract.targets import TargetSpec
-from eyrie_api.contract.tuning import OFF, DrafterUse, NeededTau, Setting, TuneSpec
+from eyrie_api.contract.tuning import OFF, NeededTau, Setting, TuneSpec
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.planning.facts import target_dir, target_facts
 from eyrie_api.planning.needed_tau import needed_tau
@@ -58,7 +58,7 @@ from eyrie_api.settings import Settings
 from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.drafters.family import family_of
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, MeasuredBlocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import measuring, open_session, read_suites, uses_of
 from eyrie_workers.measure.intervals import acceptance_length, add_histograms
 from eyrie_workers.measure.tuner.operating import possible_settings
@@ -180,10 +180,12 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
     suites = read_suites(spec, stage)
     uses = uses_of(spec, {setting.label(): setting for setting in settings})
     with measuring(stage), open_session(spec, suites, uses, stage, max(spec.tune.concurrencies)) as session:
-        runner = BlockRunner(session, draw_prompts(suites, spec).raced)
+        raced = draw_prompts(suites, spec).raced
         profile = read_sealed((directory / PROFILE).read_bytes(), TuningProfile)
-        grid, final = (_tuning(spec, stage, runner, settings, uses, profile, directory / name)
-                       for name in (GRID, FINALISTS))
+        grid, final = (
+            Tuning(spec, stage, MeasuredBlocks(session, raced, JsonlLedger(directory / name, BlockRun,
+                                                                           digest_model(spec))),
+                   settings, uses, profile) for name in (GRID, FINALISTS))
         rows, verdicts = [], []
         concurrencies = sorted(set(spec.tune.concurrencies))
         races = measure_grid(grid, concurrencies, settings)
@@ -207,13 +209,6 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
                        profile_seconds=profile.seconds, environment=report.environment)
 
 
-def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...],
-            uses: Mapping[str, DrafterUse], profile: TuningProfile, path: Path) -> Tuning:
-    ledger = JsonlLedger(path, BlockRun, digest_model(spec))
-    blocks = MeasuredBlocks(runner, ledger, {run.key: run for run in ledger.entries})
-    return Tuning(spec, stage, blocks, settings, uses, profile)
-
-
 def measure_grid(tuning: Tuning, concurrencies: Sequence[int], settings: Sequence[Setting]) -> dict[int, Race]:
     """A race without elimination at every concurrency. Where not all servers fit, each setting's is started once and
     measured at every concurrency before the next."""
@@ -228,7 +223,7 @@ def measure_grid(tuning: Tuning, concurrencies: Sequence[int], settings: Sequenc
                    for temperature in tuning.spec.tune.temperatures):
                 for error in tuning.blocks.engine.start({setting.label(): tuning.uses[setting.label()]}).values():
                     raise error
-                tuning.blocks.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+                tuning.blocks.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
             race.active = [setting]
             tuning.measure_rungs(race, concurrency, rungs, all_ready=False)
         print(f"grid: {number} of {len(settings)} settings", file=sys.stderr, flush=True)
@@ -248,7 +243,7 @@ def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], r
             print(f"{name} is left out: {error.message}", file=sys.stderr, flush=True)
             race.withdraw(labels[name], error.message)
         for setting in race.active if all_ready else ():
-            tuning.blocks.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+            tuning.blocks.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
     for step in steps:
         tuning.measure_rungs(race, concurrency, step, all_ready)
         print(f"concurrency {concurrency}: {step.stop - rungs.start} of {len(rungs)} rungs of {len(settings)} settings",

@@ -62,8 +62,8 @@ def test_a_server_that_is_killed_is_started_again_and_counted_and_servers_replac
         assert engine.start({name: uses[name] for name in (OFF, DRAFTED)}) == {}
         before = engine.generate(OFF, requests(prompts), 2).answers
         (launcher,) = engine._pool._servers.values()
-        assert isinstance(launcher.server, SglangServer)
-        os.killpg(launcher.server.process.pid, signal.SIGKILL)
+        assert isinstance(launcher, SglangServer)
+        os.killpg(launcher.process.pid, signal.SIGKILL)
         after = engine.generate(OFF, requests(prompts), 2).answers
         assert [one.token_ids for one in after] == [one.token_ids for one in before]
         assert engine.describe().restarts == 1

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,22 +55,19 @@ def environment(dtype: str) -> Environment:
     """The current environment, with torch's current thread count."""
     import torch
 
-    return _described(torch.get_num_threads(), torch.__version__, dtype)
+    return client_environment().model_copy(update={
+        "threads": torch.get_num_threads(), "torch": str(torch.__version__), "dtype": dtype})
 
 
 def client_environment() -> Environment:
     """The environment of a process that only sends requests: one thread, no torch, no dtype."""
-    return _described(1, "not loaded", "not known to the client")
-
-
-def _described(threads: int, torch_version: str, dtype: str) -> Environment:
     try:
         hardware = describe_cpuinfo(Path("/proc/cpuinfo").read_text())
     except OSError:
         hardware = platform.processor() or platform.machine()
     return Environment(
-        hardware=hardware, cpu_count=cpu_count(), threads=threads, torch=torch_version,
-        python=platform.python_version(), dtype=dtype, code_version=code_version(),
+        hardware=hardware, cpu_count=cpu_count(), threads=1, torch="not loaded",
+        python=platform.python_version(), dtype="not known to the client", code_version=code_version(),
         date=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -101,10 +98,8 @@ def version_notes() -> list[str]:
     """`other_versions` of this Python."""
     installed = {}
     for name in ("torch", "triton", "transformers"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     try:
         return other_versions(importlib.metadata.requires("eyrie") or (), installed)
     except importlib.metadata.PackageNotFoundError:

@@ -58,7 +58,7 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
     def regenerate_shard(task: Any, text: str) -> None:
         order = ShardMessage.model_validate_json(text)
         tag = str(task.request.properties["delivery_tag"])
-        name = hold_name(order)
+        name = digest_model(order)  # of the shard's lock, unique among all jobs
         if not locks.take(name, tag):
             return
         try:
@@ -71,11 +71,6 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
                 locks.release(name)
 
     return app
-
-
-def hold_name(order: ShardMessage) -> str:
-    """The name of a shard's lock, unique among all jobs."""
-    return digest_model(order)
 
 
 def _renewing(locks: TaskLocks, name: str, tag: str) -> Callable[[], None]:
@@ -112,7 +107,7 @@ class CeleryShards:
         return messages_waiting(self._app.connection_for_read(connect_timeout=2), SHARD_QUEUE)
 
     def is_held(self, order: ShardMessage) -> bool:
-        return self._locks.is_held(hold_name(order))
+        return self._locks.is_held(digest_model(order))
 
 
 def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int, target_dir: Path,

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_workers.engines.openai_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
     ContextTooLong,
     InvalidRequest,
     error_body,
     fit_context,
-    parse_chat,
-    parse_completion,
+    parse,
     read_object,
     spec_tokens_details,
 )
@@ -21,14 +22,15 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
 def test_defaults_are_those_of_openai() -> None:
-    sampling = parse_chat(HELLO).sampling()
+    sampling = parse(ChatCompletionRequest, HELLO).sampling()
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    assert parse_completion({"prompt": "x"}).token_limit == 16
+    assert parse(CompletionRequest, {"prompt": "x"}).token_limit == 16
 
 
 def test_nulls_mean_absent() -> None:
-    request = parse_chat(HELLO | {"temperature": None, "stop": None, "n": None, "stream": None, "tools": None,
-                                  "max_tokens": None, "logit_bias": None})
+    request = parse(ChatCompletionRequest, HELLO | {
+        "temperature": None, "stop": None, "n": None, "stream": None, "tools": None, "max_tokens": None,
+        "logit_bias": None, "logprobs": None, "ignore_eos": None})
     assert request.stops() == ()
     assert request.token_limit is None
 
@@ -43,7 +45,7 @@ def test_nulls_mean_absent() -> None:
 ])
 def test_an_unsupported_field_is_rejected_by_name_with_a_hint(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(HELLO | {field: value})
+        parse(ChatCompletionRequest, HELLO | {field: value})
     assert (refused.value.param or "").split(".")[0] == field
     assert refused.value.hint
     assert error_body(refused.value)["error"]["type"] == "invalid_request_error"
@@ -51,7 +53,7 @@ def test_an_unsupported_field_is_rejected_by_name_with_a_hint(field: str, value:
 
 def test_the_error_names_the_field_inside_a_message() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat({"messages": [{"role": "robot", "content": "x"}]})
+        parse(ChatCompletionRequest, {"messages": [{"role": "robot", "content": "x"}]})
     assert refused.value.param == "messages.0.role"
 
 
@@ -61,7 +63,7 @@ def test_the_error_names_the_field_inside_a_message() -> None:
 ])
 def test_our_own_fields_are_checked_like_the_others(value: object, param: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat({"messages": [{"role": "user", "content": "x"}], "eyrie": value})
+        parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}], "eyrie": value})
     assert refused.value.param == param
     assert said in refused.value.message
     assert refused.value.hint
@@ -103,30 +105,31 @@ def test_a_body_of_text_and_64_bit_numbers_is_read_as_it_is() -> None:
     ("metadata", {"a": "b"}), ("parallel_tool_calls", True), ("top_k", -1),
 ])
 def test_a_field_without_effect_is_accepted(field: str, value: object) -> None:
-    parse_chat(HELLO | {field: value})
+    parse(ChatCompletionRequest, HELLO | {field: value})
 
 
 def test_content_parts_are_joined_and_images_rejected() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    (message,) = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages
+    (message,) = parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": parts}]}).messages
     assert message["content"] == "one two"
     with pytest.raises(InvalidRequest, match=r"messages\.0\.content: .*must be text"):
-        parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
+        parse(ChatCompletionRequest, {"messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 
 def test_tools_are_not_rendered_when_tool_choice_is_none() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert parse_chat(HELLO | {"tools": tools}).offered_tools == tools
-    assert parse_chat(HELLO | {"tools": tools, "tool_choice": "none"}).offered_tools is None
+    assert parse(ChatCompletionRequest, HELLO | {"tools": tools}).offered_tools == tools
+    assert parse(ChatCompletionRequest, HELLO | {"tools": tools, "tool_choice": "none"}).offered_tools is None
 
 
 def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
-    assert parse_completion({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
-    assert parse_completion({"prompt": ["one"]}).prompt == ["one"]
+    assert parse(CompletionRequest, {"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
+    assert parse(CompletionRequest, {"prompt": ["one"]}).prompt == ["one"]
     for prompt, says in ((["one", "two"], "2 prompts in one request"), ("", "the prompt is empty"),
                          ([], "the prompt is empty"), (None, "must be text")):
         with pytest.raises(InvalidRequest, match=says):
-            parse_completion({"prompt": prompt})
+            parse(CompletionRequest, {"prompt": prompt})
 
 
 @given(st.integers(1, 600), st.one_of(st.none(), st.integers(1, 600)))

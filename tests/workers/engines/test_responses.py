@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.contract.engine import SamplingSpec
-from eyrie_workers.engines.openai_api import ResponseMetadata
+from eyrie_workers.engines.openai_api import ChatCompletionRequest, ResponseMetadata, StreamOptions, Tool
 from eyrie_workers.engines.responses import DecodingRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.speculation.verify import TokenLogprobs
@@ -24,9 +24,12 @@ def decode(ids: list[int]) -> str:
 
 def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
-    generation = DecodingRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
-                                 include_usage=True, continuous_usage=True, token_ids=True, spec_details=True)
-    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode,
+    body = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "hello"}], stop=list(stops), stream=True,
+        tools=[Tool(type="function", function={"name": "get_weather"})] if tools else None,
+        stream_options=StreamOptions(include_usage=True, continuous_usage_stats=True),
+        return_token_ids=True, return_spec_tokens_details=True)
+    return ResponseBuilder(DecodingRequest(body, request), ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode,
                            lambda token: token_text(decode([token]), None))
 
 

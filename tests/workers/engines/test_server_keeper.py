@@ -94,7 +94,7 @@ def pool_of(directory: Path, target: Path, uses: DrafterUses) -> ServerPool:
 
 
 def pid_of(pool: ServerPool, name: str) -> int:
-    return pool.server(name).server.process.pid
+    return pool.server(name).process.pid
 
 
 def starts(pool: ServerPool) -> int:

@@ -170,7 +170,7 @@ def test_sglang_s_prefix_cache_is_in_python_with_another_torch_than_it_was_compi
 def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n\nthree\nfour\n")
-    server = SglangServer(subprocess.Popen(["true"]), "", log)
+    server = SglangServer(subprocess.Popen(["true"]), log)
     assert server.last_error() == "two | three | four"
     log.write_text("")
     assert server.last_error() == "no output"

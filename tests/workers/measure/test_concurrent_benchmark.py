@@ -16,9 +16,9 @@ from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_workers.data.suites import Prompt
 from eyrie_workers.engines.decoding_engine import EmbeddedEngine, EngineRun
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.session import Session, open_session, read_suites, round_robin, uses_of
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Variant
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, anytime_interval
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
@@ -48,7 +48,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with open_session(spec, read_suites(spec, stage), uses, stage, 3) as session:
         engine = EndingEngine(session.target, "float32", 3)
         engine.start(uses)
-        yield dataclasses.replace(session, bench=dataclasses.replace(session.bench, engine=engine))
+        yield dataclasses.replace(session, engine=engine)
 
 
 def prompts(session: Session) -> list[Prompt]:
@@ -56,13 +56,13 @@ def prompts(session: Session) -> list[Prompt]:
 
 
 def benchmark_of(session: Session, path: Path) -> tuple[ConcurrentBenchmark, MeasuredBlocks]:
-    blocks = MeasuredBlocks(BlockRunner(session, prompts(session)), JsonlLedger(path, BlockRun, "d"), {})
+    blocks = MeasuredBlocks(session, prompts(session), JsonlLedger(path, BlockRun, "d"))
     spec = BenchmarkSpec(concurrencies=(1, 3), temperatures=(0.0,))
     return ConcurrentBenchmark(spec, CHAIN, blocks, min_speedup=1.05), blocks
 
 
 def block(blocks: MeasuredBlocks, rung: int, setting: Setting, seconds: float) -> BlockRun:
-    answers = {request.id: (1, 2, 3) for request in blocks.runner.requests(3, 0.0, rung)}
+    answers = {request.id: (1, 2, 3) for request in blocks.requests(3, 0.0, rung)}
     return BlockRun(concurrency=3, temperature=0.0, rung=rung, variant=setting.label(), seconds=seconds, tokens=18,
                     accepted_histogram=(6,), answers=answers, whole=tuple(answers),
                     answer_s=dict.fromkeys(answers, seconds / 2))
@@ -87,7 +87,7 @@ def test_pairs_of_blocks_are_measured_until_their_ratio_is_clear_or_the_budget_e
     assert report.speedup == pytest.approx(exp(fmean(logs)))
     by_prompt = dict[str, list[float]]()
     for rung, value in enumerate(logs):
-        for request in blocks.runner.requests(3, 0.0, rung):
+        for request in blocks.requests(3, 0.0, rung):
             by_prompt.setdefault(request.id.split()[0], []).append(value)
     interval = anytime_interval(logs, [*map(fmean, by_prompt.values())])
     assert (report.speedup_interval.low, report.speedup_interval.high) == pytest.approx((interval.low, interval.high))
@@ -96,7 +96,7 @@ def test_pairs_of_blocks_are_measured_until_their_ratio_is_clear_or_the_budget_e
 
 def test_a_block_in_which_a_server_ended_is_measured_again_in_all_settings_once_per_concurrency(
         session: Session, tmp_path: Path) -> None:
-    engine = session.bench.engine
+    engine = session.engine
     assert isinstance(engine, EndingEngine)
     benchmark, blocks = benchmark_of(session, tmp_path / "blocks.jsonl")
     engine.answered, engine.ends_in = -2, (2, 7)  # two warm-ups; then in the first pair, and in the third
@@ -111,12 +111,12 @@ def test_a_block_in_which_a_server_ended_is_measured_again_in_all_settings_once_
 
 
 def test_a_prompt_in_which_a_server_ended_is_answered_again_in_all_variants_once(session: Session) -> None:
-    engine, bench = session.bench.engine, dataclasses.replace(session.bench)
+    engine, fresh = session.engine, dataclasses.replace(session)
     assert isinstance(engine, EndingEngine)
-    engine.start({BASELINE: engine._uses[OFF.label()], drafted(TREE).title: engine._uses[CHAIN.label()]})
+    engine.start({BASELINE: engine._uses[OFF.label()], Variant(tree=TREE).title: engine._uses[CHAIN.label()]})
     engine.answered, engine.ends_in = 0, (2, 6)
     first, second = session.units([(0, prompts(session)[0]), (1, prompts(session)[1])], (0.0,), 1)
     for unit, answers in ((first, 4), (second, 6)):
-        entry = bench.measure(unit, [UNDRAFTED, drafted(TREE)], lambda: None)
-        assert entry.samples.keys() == {BASELINE, drafted(TREE).title}
+        entry = fresh.measure(unit, [UNDRAFTED, Variant(tree=TREE)], lambda: None)
+        assert entry.samples.keys() == {BASELINE, Variant(tree=TREE).title}
         assert engine.answered == answers

@@ -10,7 +10,7 @@ import pytest
 
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.tuning import DrafterUse, Setting
-from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_process
+from eyrie_workers.engines.process import READY_FILE, EngineCommand, EngineProcess, start_process
 from eyrie_workers.measure.parity import Served, is_same, request_answers
 from eyrie_workers.measure.parity_reference import Reference
 from eyrie_workers.measure.parity_under_load import (
@@ -134,10 +134,10 @@ def servers(tmp_path: Path, target: Path, use: DrafterUse, fault: str) -> Iterat
     started = list[EngineProcess]()
     try:
         for name, setting in (("off", DrafterUse()), ("drafted", use)):
-            argv = EngineCommand(target, "m", setting, max_concurrency=3, threads=1).argv(tmp_path / f"{name}.json")
+            log = tmp_path / name / "engine.log"
+            argv = EngineCommand(target, "m", setting, max_concurrency=3, threads=1).argv(log.with_name(READY_FILE))
             argv[1:3] = ["-m", "tests.workers.measure.faulty_engine", fault if name == "drafted" else "none"]
-            started.append(EngineProcess(start_process(argv, tmp_path / f"{name}.log"), tmp_path / f"{name}.json",
-                                         tmp_path / f"{name}.log"))
+            started.append(EngineProcess(start_process(argv, log), log))
         off, drafted = (process.wait_ready(120) for process in started)
         yield off, drafted
     finally:

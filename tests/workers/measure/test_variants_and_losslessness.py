@@ -27,7 +27,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Variant, drafted, unit_seed
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Variant
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.benchmark import compare
@@ -35,8 +35,8 @@ from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measure.tiny_bench import stage_specs
 
-CHAIN = drafted(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
-TREE = drafted(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
+CHAIN = Variant(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+TREE = Variant(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
 VARIANTS = [UNDRAFTED, CHAIN, TREE]
 
 
@@ -64,8 +64,8 @@ def nothing() -> None:
     """No reason to stop."""
 
 
-def entries_of(session: Session, bench: Bench, variants: list[Variant]) -> list[Entry]:
-    return [bench.measure(unit, variants, nothing) for unit in units_of(session)]
+def entries_of(session: Session, variants: list[Variant]) -> list[Entry]:
+    return [session.measure(unit, variants, nothing) for unit in units_of(session)]
 
 
 def units_of(session: Session) -> list:  # type: ignore[type-arg]
@@ -73,7 +73,7 @@ def units_of(session: Session) -> list:  # type: ignore[type-arg]
 
 
 def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Session) -> None:
-    entries = entries_of(session, session.bench, VARIANTS)
+    entries = entries_of(session, VARIANTS)
     for variant in (CHAIN, TREE):
         for cell in report_cells(session, list(zip(units_of(session), entries, strict=True)), variant):
             assert cell.identical == cell.prompts == 6
@@ -83,7 +83,7 @@ def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Se
 
 def test_every_variant_answers_every_prompt_and_is_timed(session: Session) -> None:
     unit = units_of(session)[0]
-    entry = session.bench.measure(unit, VARIANTS, nothing)
+    entry = session.measure(unit, VARIANTS, nothing)
     assert entry.key == unit.key
     assert entry.samples.keys() == {BASELINE, CHAIN.title, TREE.title}
     for name, sample in entry.samples.items():
@@ -100,19 +100,18 @@ def test_consecutive_prompts_of_a_suite_have_alternating_turns(session: Session)
 
 def test_noise_is_shared_by_variants_and_differs_between_prompts_and_repeats(session: Session) -> None:
     units = session.units(round_robin(session.suites), (1.0,), 2)
-    assert len({unit_seed(unit, 0) for unit in units}) == len(units)
-    assert unit_seed(units[0], 0) != unit_seed(units[0], 1)
+    assert len({unit.seed(0) for unit in units}) == len(units)
+    assert units[0].seed(0) != units[0].seed(1)
 
 
 def test_a_variant_run_on_another_target_is_reported_as_divergent_with_id_and_position(
         session: Session, tmp_path: Path) -> None:
     other = EmbeddedEngine(load_target(tiny_target(tmp_path / "other", seed=1), "float32"), "float32")
     other.start({CHAIN.title: DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))})
-    corrupted = dataclasses.replace(session.bench, engine=other)
+    corrupted = dataclasses.replace(session, engine=other)
     units = units_of(session)
     entries = []
-    for honest, wrong in zip(entries_of(session, session.bench, [UNDRAFTED]),
-                             entries_of(session, corrupted, [CHAIN]), strict=True):
+    for honest, wrong in zip(entries_of(session, [UNDRAFTED]), entries_of(corrupted, [CHAIN]), strict=True):
         entries.append(honest.model_copy(update={"samples": honest.samples | wrong.samples}))
     for cell in report_cells(session, list(zip(units, entries, strict=True)), CHAIN):
         assert cell.identical < cell.prompts
@@ -127,7 +126,7 @@ def test_a_variant_run_on_another_target_is_reported_as_divergent_with_id_and_po
 
 def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 0.0)
-    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    answer = list(session.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     changed = [*answer[:2], (answer[2] + 1) % 300, *answer[3:]]
     found = explain(session.target, "p", unit.prompt_ids, answer, changed)
     assert found is not None
@@ -143,8 +142,8 @@ def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(ses
 
 def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 1.0)
-    seed = unit_seed(unit, session.spec.seed)
-    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    seed = unit.seed(session.spec.seed)
+    answer = list(session.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     for position in range(len(answer)):
         changed = [*answer[:position], (answer[position] + 1) % 300]
         found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)
@@ -154,7 +153,7 @@ def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session:
 
 def test_a_near_tie_excuses_only_answers_whose_later_tokens_the_target_chooses(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 0.0)
-    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    answer = list(session.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     other = [*answer[:3], (answer[3] + 1) % 300, *answer[4:]]
     found = explain(session.target, "p", unit.prompt_ids, other, answer)  # the drafted answer is the target's own
     assert found is not None
@@ -172,7 +171,7 @@ def test_a_near_tie_excuses_only_answers_whose_later_tokens_the_target_chooses(s
 def test_within_a_grammar_the_two_tokens_are_compared_with_each_other_and_no_later_one_is_judged(
         session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 0.0)
-    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
+    answer = list(session.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     one, two = ([*answer[:2], token, *answer[3:]] for token in ((answer[2] + 1) % 300, (answer[2] + 2) % 300))
     free, bound = (explain(session.target, "p", unit.prompt_ids, one, two, constrained=constrained)
                    for constrained in (False, True))
@@ -226,7 +225,7 @@ def test_where_servers_replace_each_other_a_variant_answers_many_prompts_and_the
     spec = stage_specs(tmp_path)[0]
     engine = OneServer(session.target, "float32")
     engine.start(uses_of(spec, {one.title: (Setting(tree=one.tree) if one.tree else OFF) for one in VARIANTS[:2]}))
-    alone = dataclasses.replace(session, bench=dataclasses.replace(session.bench, engine=engine))
+    alone = dataclasses.replace(session, engine=engine)
     units = [dataclasses.replace(unit, prompt=dataclasses.replace(unit.prompt, further=("and why?",)))
              for unit in units_of(alone)[:2]] + units_of(alone)[2:4]
     measured = measure_units(alone, units, VARIANTS[:2], JsonlLedger(tmp_path / "cells.jsonl", Entry, "d"),
@@ -247,7 +246,7 @@ def test_prompts_of_uneven_suites_are_all_asked() -> None:
 
 def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) -> None:
     units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
-    found = compare(session.bench, session.target, session.target_path, "float32", units, nothing)
+    found = compare(session, units, nothing)
     assert found.tokens_per_s > 0
     assert found.transformers_tokens_per_s > 0
     assert found.prompts == 2
@@ -258,6 +257,6 @@ def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) ->
 def test_a_baseline_that_answers_otherwise_than_transformers_is_named(session: Session, tmp_path: Path) -> None:
     units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
     other = tiny_target(tmp_path / "other", seed=7)
-    another = compare(session.bench, session.target, other, "float32", units, nothing)
+    another = compare(dataclasses.replace(session, target_path=other), units, nothing)
     assert len(another.different) == 2
     assert "logit gap" in another.different[0]

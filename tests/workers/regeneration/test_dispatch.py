@@ -71,9 +71,9 @@ def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: 
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
         prompts.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
-    endpoint = GenerationEndpoint(base_urls=urls, model="tiny", sampling=SamplingSpec(), max_new_tokens=16,
-                                  max_retries=3, concurrency=4,
-                                  **changes)  # type: ignore[arg-type]
+    spec = RegenerateSpec.model_validate({"engine": "openai", "endpoints": urls, "sampling": SamplingSpec(),
+                                          "max_new_tokens": 16, "max_retries": 3, "concurrency": 4} | changes)
+    endpoint = GenerationEndpoint(spec, "tiny")
     engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda *_: None, first_delay_s=0.001)
     return list(engine.answers(iter(prompts), lambda: None))
 

@@ -56,8 +56,9 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> list[GenerationRequest]:
 
 def endpoint(service: Service, **changes: Any) -> GenerationEndpoint:
     settings: dict[str, Any] = {"sampling": SamplingSpec(temperature=0.7, top_k=5), "max_new_tokens": 16,
-                                "max_retries": 2, "concurrency": 4} | changes
-    return GenerationEndpoint(base_urls=(service.url,), model="tiny", **settings)
+                                "max_retries": 2, "concurrency": 4, "endpoints": (service.url,)} | changes
+    own = {name: settings.pop(name) for name in ("api_key", "context", "reads") if name in settings}
+    return GenerationEndpoint(RegenerateSpec(engine="openai", **settings), "tiny", **own)
 
 
 class World:
@@ -253,7 +254,7 @@ def test_a_projects_job_asks_no_private_endpoint_unless_an_administrator_allows_
         by_name = service.url.replace("127.0.0.1", "localhost")
         for url in (service.url, by_name):
             for number, rules in enumerate((RULES, RULES.model_copy(update={"private_hosts": ("other.example",)}))):
-                named = dataclasses.replace(endpoint(service, reads=rules), base_urls=(url,))
+                named = endpoint(service, reads=rules, endpoints=(url,))
                 for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
                                BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / f"batch-{number}.json",
                                            lambda *_: None)):
@@ -262,7 +263,7 @@ def test_a_projects_job_asks_no_private_endpoint_unless_an_administrator_allows_
         assert (service.bodies, service.batches) == ([], {})
         for rules in (None, RULES.model_copy(update={"allow_private": True}),
                       RULES.model_copy(update={"private_hosts": ("localhost",)})):
-            named = dataclasses.replace(endpoint(service, reads=rules), base_urls=(by_name,))
+            named = endpoint(service, reads=rules, endpoints=(by_name,))
             for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
                            BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / "batch.json", lambda *_: None,
                                        poll_s=0.001)):
@@ -282,8 +283,8 @@ def test_a_name_that_leads_inside_later_is_not_connected_to(
 
     monkeypatch.setattr(socket, "getaddrinfo", two_faced)
     with openai_double() as service:
-        named = dataclasses.replace(endpoint(service, reads=RULES),
-                                    base_urls=(service.url.replace("127.0.0.1", "rebinding.example"),))
+        named = endpoint(service, reads=RULES,
+                         endpoints=(service.url.replace("127.0.0.1", "rebinding.example"),))
         for engine in (OnlineClient(named, AnswerRetokenizer(tokenizer), lambda *_: None),
                        BatchClient(named, AnswerRetokenizer(tokenizer), tmp_path / "batch.json", lambda *_: None)):
             looked_up.clear()
@@ -402,8 +403,8 @@ def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTo
 
 def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], max_new_tokens=40)
-    native = GenerationEndpoint(("http://a",), "tiny", SamplingSpec(temperature=0.7), 16, native=True,
-                      context=len(prompt.prompt_ids) + 30)
+    spec = RegenerateSpec(engine="openai", base_url="http://a", max_new_tokens=16)
+    native = GenerationEndpoint(spec, "tiny", native=True, context=len(prompt.prompt_ids) + 30)
     assert native.path == "/generate"
     assert request_body(native, prompt, ids_field="return_token_ids") == {
         "input_ids": prompt.prompt_ids, "sampling_params": {
@@ -421,5 +422,5 @@ def test_sglangs_own_api_gets_token_ids_and_returns_them(tokenizer: ChatTokenize
 
 def test_template_variables_are_sent_to_a_chat_endpoint(tokenizer: ChatTokenizer) -> None:
     prompt = dataclasses.replace(prompts(tokenizer, 1)[0], chat_template_kwargs={"enable_thinking": False})
-    endpoint = GenerationEndpoint(("http://a/v1",), "tiny", SamplingSpec(), 16)
+    endpoint = GenerationEndpoint(RegenerateSpec(engine="openai", base_url="http://a/v1"), "tiny")
     assert request_body(endpoint, prompt, ids_field=None)["chat_template_kwargs"] == {"enable_thinking": False}

@@ -36,7 +36,7 @@ from eyrie_workers.regeneration.sharded import (
     shard_name,
     write_outcomes,
 )
-from eyrie_workers.shards import CeleryShards, broker_url, hold_name
+from eyrie_workers.shards import CeleryShards, broker_url
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.servers.processes import kept
 from tests.servers.redis import Redis
@@ -332,4 +332,3 @@ def test_the_queue_has_the_name_that_scalers_use(world: World, target: Path) -> 
     assert client.Redis.from_url(world.redis.url).llen(SHARD_QUEUE) == world.queue.length() == 1
     assert SHARD_QUEUE == "eyrie-shards"
     assert not world.queue.is_held(an_order(world.store, "http://127.0.0.1:1/v1", prompts(target, 1)))
-    assert hold_name(an_order(world.store, "http://a/v1", prompts(target, 1))).startswith("sha256:")

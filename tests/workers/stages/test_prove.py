@@ -280,7 +280,7 @@ def test_a_server_that_ends_is_started_again_when_it_is_flushed_and_a_rival_that
         assert not pool.has_ended("off")
         [server] = servers_of(tmp_path)
         os.kill(server, signal.SIGKILL)
-        wait_for(lambda: pool.server("off").server.process.poll() is not None, "it has ended")
+        wait_for(lambda: pool.server("off").process.poll() is not None, "it has ended")
         assert pool.flushed("off") != before
         [server] = servers_of(tmp_path)
         os.kill(server, signal.SIGKILL)

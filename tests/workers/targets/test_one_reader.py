@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eyrie_api.chat_messages import Malformed
 from eyrie_api.conversation import conversation
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.engines.openai_api import InvalidRequest, parse_chat
+from eyrie_workers.engines.openai_api import ChatCompletionRequest, InvalidRequest, parse
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.chat_templates import FAMILIES, SPECIAL, write_tokenizer
 
@@ -75,7 +75,7 @@ def outcome(tokenizer: ChatTokenizer, as_row: bool, messages: list[dict[str, Any
         if as_row:
             row = conversation({"messages": messages} | ({"tools": tools} if tools else {}), "s", 1, "messages")
             return tokenizer.render(row.prompt, list(row.tools) or None)
-        body = parse_chat({"messages": messages} | ({"tools": tools} if tools else {}))
+        body = parse(ChatCompletionRequest, {"messages": messages} | ({"tools": tools} if tools else {}))
         return tokenizer.render(body.messages, body.offered_tools)
     except (Malformed, InvalidInput) as error:
         return str(error)
@@ -165,7 +165,7 @@ def test_an_unknown_field_of_a_message_is_refused_of_data_and_of_clients_and_nam
     with pytest.raises(Malformed, match="turn 1: unknown field 'wieght'"):
         conversation({"messages": messages}, "s", 1, "messages")
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat({"messages": messages})
+        parse(ChatCompletionRequest, {"messages": messages})
     assert refused.value.param == "messages.0.wieght"
 
 

@@ -85,15 +85,10 @@ class Runs:
     """All word n-grams of some conversations."""
 
     def __init__(self, conversations: Iterable[Sequence[Message]] = ()) -> None:
-        self._runs: set[int] = set()
-        for messages in conversations:
-            self.add(messages)
-
-    def add(self, messages: Sequence[Message]) -> None:
-        self._runs.update(_word_runs(messages))
+        self._runs = {run for messages in conversations for run in _word_runs(messages)}
 
     def overlap(self, messages: Sequence[Message]) -> bool:
-        """Whether the conversation shares an n-gram with any that was added."""
+        """Whether the conversation shares an n-gram with one of them."""
         return bool(self._runs) and any(run in self._runs for run in _word_runs(messages))
 
 

@@ -193,13 +193,20 @@ def load_suite(spec: SuiteSpec, held_out_file: Path | None = None, seed: int = 0
     """Every prompt of a suite, duplicates removed, ordered as the module's docstring says. Raises InvalidInput naming
     file and line for a row without a prompt, ArtifactMissing for a missing file, NoUsableData for a suite without
     rows."""
-    prompts: dict[str, Prompt] = {}
-    for location, row in _rows(spec, held_out_file, rules):
+    prompts, owner = dict[str, Prompt](), f"suite {spec.name!r}"
+    if spec.path != HELD_OUT:
+        rows = read_suite_rows(spec.path, owner, rules)
+    elif held_out_file is not None:
+        rows = _file_rows(held_out_file, owner)
+    else:
+        raise ArtifactMissing(f"{owner} needs the held-out prompts, but the stage got no held_out_file",
+                              "run regenerate first, or name a file in the suite's path")
+    for location, row in rows:
         prompt = _prompt(row, spec.name, location)
         content = json.dumps([prompt.messages, prompt.tools, *prompt.further], sort_keys=True, default=str)
         prompts.setdefault(hashlib.sha256(content.encode()).hexdigest(), prompt)
     if not prompts:
-        raise NoUsableData(f"suite {spec.name!r}: {spec.path} has no rows", "give a file with prompts, or drop it")
+        raise NoUsableData(f"{owner}: {spec.path} has no rows", "give a file with prompts, or drop it")
     digests = list(prompts)
     if not spec.path.startswith(QUICKSTART):
         digests.sort(key=lambda digest: hashlib.sha256(f"{seed}:{digest}".encode()).digest())
@@ -257,16 +264,6 @@ def _texts_of(located: Located) -> list[Message]:
     # Only text can be compared with training data: an assistant turn of tool calls, or an image, has none.
     location, row = located
     return [dict(message) for message in row_messages(row, location) if isinstance(message.get("content"), str)]
-
-
-def _rows(spec: SuiteSpec, held_out_file: Path | None, rules: ReadRules | None) -> Iterator[Located]:
-    owner = f"suite {spec.name!r}"
-    if spec.path != HELD_OUT:
-        return read_suite_rows(spec.path, owner, rules)
-    if held_out_file is None:
-        raise ArtifactMissing(f"{owner} needs the held-out prompts, but the stage got no held_out_file",
-                              "run regenerate first, or name a file in the suite's path")
-    return _file_rows(held_out_file, owner)
 
 
 def _prompt(row: Row, suite: str, location: str) -> Prompt:

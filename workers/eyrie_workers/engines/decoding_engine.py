@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from eyrie_api.artifacts import code_version
-from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.reports import EngineUsed
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -24,8 +23,7 @@ from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.targets.model import TargetModel
 
-Variants = Mapping[str, DrafterUse]
-"""The drafter and setting of each variant, by the variant's name."""
+WARMUP_TOKENS = 16  # of an answer that is not timed: enough rounds to run every matrix shape of a variant
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class DecodingEngine(Protocol):
         """Servers that ended while they were measured and were started again."""
         ...
 
-    def start(self, uses: Variants) -> dict[str, EyrieError]:
+    def start(self, uses: Mapping[str, DrafterUse]) -> dict[str, EyrieError]:
         """Make these variants available, and release those not named. Returns the errors of those that cannot start.
 
         Variants of the same name and use are kept as they are. Raises InvalidInput when not one variant fits the
@@ -115,17 +113,6 @@ class DecodingEngine(Protocol):
         ...
 
 
-def check_temperatures(engine: DecodingEngine, settings: Sequence[Setting], temperatures: Sequence[float],
-                       field: str) -> None:
-    """Raises InvalidInput for the first temperature at which the engine refuses one of the settings."""
-    for temperature in temperatures:
-        for setting in settings:
-            why = engine.refusal(setting, temperature)
-            if why is not None:
-                raise InvalidInput(f"{field} contains {temperature:g}: {why}",
-                                   f"set {field} to [0], or engine.kind to embedded")
-
-
 class EmbeddedEngine:
     same_samples = True
     num_resident = None
@@ -147,7 +134,7 @@ class EmbeddedEngine:
         """As in `DecodingEngine`: it decodes every setting at every temperature."""
         return None
 
-    def start(self, uses: Variants) -> dict[str, EyrieError]:
+    def start(self, uses: Mapping[str, DrafterUse]) -> dict[str, EyrieError]:
         """As in `DecodingEngine`; drafters stay loaded."""
         failed: dict[str, EyrieError] = {}
         self._uses = {}
@@ -179,47 +166,42 @@ class EmbeddedEngine:
             raise InvalidInput(f"concurrency {concurrency} is above the engine's {self.max_concurrency}",
                                "open the engine with a higher max_concurrency")
         use = self._uses[variant]
-        return decode(self.reference(use), use.setting.tree, requests, concurrency, truncate=truncate)
+        engine = self.reference(use)
+        engine.tree = tree = use.setting.tree
+        waiting = list(reversed(requests))
+        slots = min(concurrency, len(requests))
+        tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+        depth = tree.num_steps if tree is not None else 0
+        rounds: dict[str, list[int]] = {request.id: [] for request in requests}
+        submitted: dict[str, float] = {}
+        first_token_s: dict[str, float] = {}
+        seconds_of: dict[str, float] = {}
+        began, cpu_began = time.perf_counter(), time.process_time()
+        while waiting or len(seconds_of) < len(requests):
+            while waiting and engine.num_running + engine.num_waiting < slots:
+                submitted[waiting[-1].id] = time.perf_counter()
+                engine.submit(waiting.pop())
+            # A slot that cannot be refilled ends a truncated run: what follows would run at a lower concurrency.
+            if truncate and engine.num_running + engine.num_waiting < slots:
+                break
+            for progress in engine.step():
+                tokens[progress.id] += progress.token_ids
+                first_token_s.setdefault(progress.id, time.perf_counter() - submitted[progress.id])
+                rounds[progress.id] += progress.accepted
+                if progress.generation is not None:
+                    first_token_s[progress.id] = progress.generation.first_token_s
+                    seconds_of[progress.id] = progress.generation.total_s
+        ended = time.perf_counter()
+        cpu_seconds = time.process_time() - cpu_began
+        for request in requests:
+            engine.cancel(request.id)
+        return EngineRun(
+            answers=tuple(Answer(
+                id=request.id, token_ids=tuple(tokens[request.id]), accepted=tuple(rounds[request.id]),
+                accepted_histogram=tuple(rounds[request.id].count(accepted) for accepted in range(depth + 1)),
+                seconds=seconds_of.get(request.id, ended - submitted[request.id]), whole=request.id in seconds_of,
+                ttft_s=first_token_s.get(request.id, ended - submitted[request.id])) for request in requests),
+            seconds=ended - began, cpu_seconds=cpu_seconds)
 
     def stop(self) -> None:
         self._uses, self._engines = {}, {}
-
-
-def decode(engine: Engine, tree: DraftTreeShape | None, requests: Sequence[Request], concurrency: int, *,
-           truncate: bool = False) -> EngineRun:
-    """`DecodingEngine.generate` on one engine with one draft tree. The engine is idle afterwards."""
-    engine.tree = tree
-    waiting = list(reversed(requests))
-    slots = min(concurrency, len(requests))
-    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    depth = tree.num_steps if tree is not None else 0
-    rounds: dict[str, list[int]] = {request.id: [] for request in requests}
-    submitted: dict[str, float] = {}
-    first_token_s: dict[str, float] = {}
-    seconds_of: dict[str, float] = {}
-    began, cpu_began = time.perf_counter(), time.process_time()
-    while waiting or len(seconds_of) < len(requests):
-        while waiting and engine.num_running + engine.num_waiting < slots:
-            submitted[waiting[-1].id] = time.perf_counter()
-            engine.submit(waiting.pop())
-        # A slot that cannot be refilled ends a truncated run: what follows would run at a lower concurrency.
-        if truncate and engine.num_running + engine.num_waiting < slots:
-            break
-        for progress in engine.step():
-            tokens[progress.id] += progress.token_ids
-            first_token_s.setdefault(progress.id, time.perf_counter() - submitted[progress.id])
-            rounds[progress.id] += progress.accepted
-            if progress.generation is not None:
-                first_token_s[progress.id] = progress.generation.first_token_s
-                seconds_of[progress.id] = progress.generation.total_s
-    ended = time.perf_counter()
-    cpu_seconds = time.process_time() - cpu_began
-    for request in requests:
-        engine.cancel(request.id)
-    return EngineRun(
-        answers=tuple(Answer(
-            id=request.id, token_ids=tuple(tokens[request.id]), accepted=tuple(rounds[request.id]),
-            accepted_histogram=tuple(rounds[request.id].count(accepted) for accepted in range(depth + 1)),
-            seconds=seconds_of.get(request.id, ended - submitted[request.id]), whole=request.id in seconds_of,
-            ttft_s=first_token_s.get(request.id, ended - submitted[request.id])) for request in requests),
-        seconds=ended - began, cpu_seconds=cpu_seconds)

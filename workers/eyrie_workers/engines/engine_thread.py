@@ -43,38 +43,34 @@ class EngineMetrics:
     """The metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self._window: deque[int] = deque(maxlen=WINDOW_ROUNDS)
-        self._tokens = Counter("eyrie_generated_tokens", "Tokens generated, prompt not included.",
-                               registry=self._registry)
-        self._prompt_tokens = Counter("eyrie_prompt_tokens", "Prompt tokens of accepted requests.",
-                                      registry=self._registry)
+        self._tokens = Counter("eyrie_generated_tokens", "Tokens generated, prompt not included.", registry=registry)
+        self._prompt_tokens = Counter("eyrie_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry)
         self._rounds = Counter("eyrie_verify_rounds", "Target passes over a draft tree; plain decode steps count too.",
-                               registry=self._registry)
-        self._drafted = Counter("eyrie_drafted_rounds", "Target passes with draft tokens.",
-                                registry=self._registry)
+                               registry=registry)
+        self._drafted = Counter("eyrie_drafted_rounds", "Target passes with draft tokens.", registry=registry)
         self._drafted_tokens = Counter("eyrie_drafted_round_tokens", "Tokens of those passes, bonus token included.",
-                                       registry=self._registry)
+                                       registry=registry)
         self._accepted = Counter("eyrie_accepted_tokens", "Draft tokens accepted, by their position in the draft.",
-                                 ["position"], registry=self._registry)
+                                 ["position"], registry=registry)
         self._acceptance = Gauge("eyrie_acceptance_length",
                                  f"Mean tokens per target pass over the last {WINDOW_ROUNDS} rounds, bonus token "
-                                 "included; NaN before the first round.", registry=self._registry)
+                                 "included; NaN before the first round.", registry=registry)
         self._acceptance.set(float("nan"))
         self._requests = Counter("eyrie_requests", "Finished requests, by finish reason.", ["finish_reason"],
-                                 registry=self._registry)
+                                 registry=registry)
         self._first = Histogram("eyrie_time_to_first_token_seconds", "From acceptance of a request to its first token.",
-                                buckets=_TTFT_BUCKETS, registry=self._registry)
+                                buckets=_TTFT_BUCKETS, registry=registry)
         self._between = Histogram("eyrie_inter_token_latency_seconds",
                                   "Time between tokens; a round's time is shared evenly by the tokens it yields.",
-                                  buckets=_ITL_BUCKETS, registry=self._registry)
-        self._running = Gauge("eyrie_running_requests", "Requests being decoded.", registry=self._registry)
-        self._queued = Gauge("eyrie_queued_requests", "Requests waiting for a slot.", registry=self._registry)
+                                  buckets=_ITL_BUCKETS, registry=registry)
+        self._running = Gauge("eyrie_running_requests", "Requests being decoded.", registry=registry)
+        self._queued = Gauge("eyrie_queued_requests", "Requests waiting for a slot.", registry=registry)
         self._num_steps = Gauge("eyrie_num_steps", "Depth of the draft tree in the latest round; 0 without drafting. "
-                                "With an operating map it follows the number of running requests.",
-                                registry=self._registry)
+                                "With an operating map it follows the number of running requests.", registry=registry)
         self._num_draft_tokens = Gauge("eyrie_num_draft_tokens", "Tokens of each request that the latest round "
-                                       "verified, root included; 1 without drafting.", registry=self._registry)
+                                       "verified, root included; 1 without drafting.", registry=registry)
 
     def accepted_request(self, num_prompt_tokens: int) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)

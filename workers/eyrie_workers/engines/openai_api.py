@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from eyrie_api.chat_messages import Malformed, normal_messages
 from eyrie_api.contract.engine import SamplingSpec
@@ -77,6 +77,10 @@ class _Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+"""null is an absent field."""
+
+
 class StreamOptions(_Closed):
     """What a stream contains besides text."""
 
@@ -129,11 +133,11 @@ class _SharedFields(_Closed):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-    return_spec_tokens_details: bool = False
+    ignore_eos: Flag = False
+    return_token_ids: Flag = False
+    return_spec_tokens_details: Flag = False
     eyrie: Extension | None = None
 
     @field_validator("eyrie")
@@ -142,11 +146,6 @@ class _SharedFields(_Closed):
         if value is not None and value.rounds and not fields.data.get("stream"):
             raise ValueError("rounds are returned with the chunks of a stream: send stream = true too")
         return value
-
-    @field_validator("stream", "ignore_eos", "return_token_ids", "return_spec_tokens_details", mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: object) -> object:
-        return False if value is None else value
 
     @field_validator("n", mode="before")
     @classmethod
@@ -187,7 +186,7 @@ class ChatCompletionRequest(_SharedFields):
     """In normal form (`eyrie_api.chat_messages`)."""
 
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
+    logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as `enable_thinking`."""
@@ -199,11 +198,6 @@ class ChatCompletionRequest(_SharedFields):
     @classmethod
     def _normal(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return normal_messages(value)
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _null_logprobs_are_false(cls, value: object) -> object:
-        return False if value is None else value
 
     @field_validator("top_logprobs")
     @classmethod
@@ -270,17 +264,8 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(str(refused), refused.hint, param=refused.param, code=refused.code) from refused
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
-    """Parse a chat completion request. Raises InvalidRequest naming the field."""
-    return _parse(ChatCompletionRequest, body)
-
-
-def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """Parse a completion request. Raises InvalidRequest naming the field."""
-    return _parse(CompletionRequest, body)
-
-
-def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
+def parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
+    """Parse a request. Raises InvalidRequest naming the field."""
     known: dict[str, Any] = {}
     for name, value in body.items():
         if name in _IGNORED:

@@ -83,15 +83,16 @@ class EngineFailed(EyrieError):
     exit_code = 70
 
 
+@dataclass
 class ServerProcess(ABC):
     """A server of either engine as a child process: its own session, killed as a group."""
 
     process: subprocess.Popen[bytes]
     log_file: Path
-    url: str
-    """Base URL, without /v1."""
+    command: tuple[str, ...] = ()
+    url: str = ""
+    """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
 
-    command: tuple[str, ...]
     name: ClassVar[str]
 
     @abstractmethod
@@ -127,13 +128,10 @@ class ServerProcess(ABC):
             time.sleep(_POLL_S)
         raise Transient(f"{self.name} was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
 
-    def ticks(self) -> dict[int, int]:
-        return group_ticks(self.process.pid)
-
     def memory_bytes(self) -> int:
         """Main memory of its processes, pages that several share counted once."""
         kib = 0
-        for pid in self.ticks():
+        for pid in group_ticks(self.process.pid):
             with contextlib.suppress(OSError):  # a process that ends meanwhile
                 kib += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
         return kib * 1024
@@ -147,7 +145,7 @@ class ServerProcess(ABC):
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
-        children = self.ticks().keys() - {self.process.pid}
+        children = group_ticks(self.process.pid).keys() - {self.process.pid}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
         code = self.process.wait()
@@ -181,19 +179,14 @@ def start_process(command: Sequence[str], log_file: Path, environment: Mapping[s
                                 stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
-@dataclass
 class EngineProcess(ServerProcess):
-    process: subprocess.Popen[bytes]
-    ready_file: Path
-    log_file: Path
-    command: tuple[str, ...] = ()
-    url: str = ""
     name = "the engine"
 
     def ready(self) -> bool:
         """Whether the ready file exists; sets `url` from it."""
-        if not self.url and self.ready_file.exists():
-            self.url = str(json.loads(self.ready_file.read_text())["url"])
+        ready_file = self.log_file.with_name(READY_FILE)
+        if not self.url and ready_file.exists():
+            self.url = str(json.loads(ready_file.read_text())["url"])
         return bool(self.url)
 
     def phase(self) -> str:
@@ -209,4 +202,4 @@ def start_engine(command: EngineCommand, directory: Path, start: StartProcess = 
     ready_file, log_file = directory / READY_FILE, directory / "engine.log"
     ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
     argv = tuple(command.argv(ready_file))
-    return EngineProcess(start(argv, log_file, None), ready_file, log_file, argv)
+    return EngineProcess(start(argv, log_file, None), log_file, argv)

@@ -32,6 +32,7 @@ from eyrie_workers.engines.openai_api import (
     CompletionRequest,
     FinishReason,
     ResponseMetadata,
+    StreamOptions,
     chunk_choice,
     fit_context,
     spec_tokens_details,
@@ -159,7 +160,9 @@ class ResponseText:
         self._characters = Detokenizer(decode)
         self._stops = StopMatcher(stops)
         self._hold_tool_calls = hold_tool_calls
-        self._text = ""
+        self.text = ""
+        """The text so far, without the stop string and without what the detokenizer and the matcher hold back."""
+
         self._released = 0
         self.num_decoded = 0
         """Characters decoded so far, those of a stop string included."""
@@ -169,18 +172,13 @@ class ResponseText:
         return self._stops.matched
 
     @property
-    def text(self) -> str:
-        """The text so far, without the stop string and without what the detokenizer and the matcher hold back."""
-        return self._text
-
-    @property
     def held_back(self) -> str:
         """Text not released because it may be a tool call; it is content if it turns out not to be one."""
-        return self._text[self._released:]
+        return self.text[self._released:]
 
     @property
     def released(self) -> str:
-        return self._text[:self._released]
+        return self.text[:self._released]
 
     def push(self, token_id: int) -> str:
         characters = self._characters.push(token_id)
@@ -193,39 +191,28 @@ class ResponseText:
         return self._release(rest + self._stops.flush())
 
     def _release(self, text: str) -> str:
-        self._text += text
-        end = len(self._text)
+        self.text += text
+        end = len(self.text)
         if self._hold_tool_calls:
-            openers = [at for opener in _CALL_OPENERS if (at := self._text.find(opener)) >= 0]
+            openers = [at for opener in _CALL_OPENERS if (at := self.text.find(opener)) >= 0]
             end = min(openers, default=end)
-        released, self._released = self._text[self._released:end], max(end, self._released)
+        released, self._released = self.text[self._released:end], max(end, self._released)
         return released
 
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """A chat completion or completion request, with the prompt rendered and every default resolved."""
+    """A request, and what the engine decodes for it: the prompt rendered and every default resolved."""
 
+    body: ChatCompletionRequest | CompletionRequest
     engine_request: Request
-    stops: tuple[str, ...]
-    has_tools: bool
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    """Usage so far in every chunk."""
-
-    token_ids: bool
-    spec_details: bool
 
 
 def build_generation_request(body: ChatCompletionRequest | CompletionRequest, request_id: str,
                              loaded: LoadedEngine) -> DecodingRequest:
     """Render the prompt and resolve the defaults. Raises ContextTooLong."""
-    tools = None
     if isinstance(body, ChatCompletionRequest):
-        tools = body.offered_tools
-        prompt_ids = loaded.tokenizer.render(body.messages, tools,
-                                             variables=body.chat_template_kwargs)
+        prompt_ids = loaded.tokenizer.render(body.messages, body.offered_tools, variables=body.chat_template_kwargs)
     else:
         prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
         prompt_ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -238,12 +225,7 @@ def build_generation_request(body: ChatCompletionRequest | CompletionRequest, re
         top_logprobs=body.num_top_logprobs, draft=body.eyrie is None or body.eyrie.drafter,
         trace=body.eyrie is not None and body.eyrie.rounds,
     )
-    return DecodingRequest(
-        engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
-        token_ids=body.return_token_ids, spec_details=body.return_spec_tokens_details,
-    )
+    return DecodingRequest(body, request)
 
 
 @dataclass
@@ -268,7 +250,10 @@ class ResponseBuilder:
     """Number of tokens whose ids and log probabilities were sent in chunks."""
 
     def __post_init__(self) -> None:
-        self._text = ResponseText(self.decode, self.generation.stops, hold_tool_calls=self.generation.has_tools)
+        body = self.generation.body
+        self._has_tools = isinstance(body, ChatCompletionRequest) and body.offered_tools is not None
+        self._options = body.stream_options or StreamOptions()
+        self._text = ResponseText(self.decode, body.stops(), hold_tool_calls=self._has_tools)
 
     def append(self, progress: StepOutput) -> str:
         """Append what one engine step yielded; return the text to send. Sets `finish` at the end of the response."""
@@ -324,7 +309,7 @@ class ResponseBuilder:
         choice = {"index": 0, **text, "finish_reason": "tool_calls" if message.get("tool_calls") else self.finish,
                   "logprobs": self._logprob_object(0)}
         response = self.metadata.wrap([choice], chunk=False) | {"usage": self.usage()}
-        if self.generation.token_ids:
+        if self.generation.body.return_token_ids:
             choice["token_ids"] = self.token_ids
             response["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
         return response | self._extension()
@@ -332,7 +317,7 @@ class ResponseBuilder:
     def first_chunk(self) -> dict[str, Any]:
         """The first chunk of a stream: the role, and the prompt's token ids if requested."""
         chunk = self.metadata.wrap([chunk_choice(self.metadata, text="", role="assistant")], chunk=True)
-        if self.generation.token_ids:
+        if self.generation.body.return_token_ids:
             chunk["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
         return self._with_usage(chunk)
 
@@ -356,18 +341,19 @@ class ResponseBuilder:
             chunks.append(self._with_usage(self.metadata.wrap([self._with_tokens(choice)], chunk=True)))
         last = self._with_tokens(chunk_choice(self.metadata, reason="tool_calls" if calls else self.finish))
         chunks.append(self._with_usage(self.metadata.wrap([last], chunk=True) | self._extension()))
-        if self.generation.include_usage:
+        if self._options.include_usage:
             chunks.append(self.metadata.wrap([], chunk=True) | {"usage": self.usage()})
         return chunks
 
     @property
     def has_unsent(self) -> bool:
         """Whether token ids or rounds have to be sent although no text does."""
-        return bool(self._rounds) or (self.generation.token_ids and self._reported < len(self.token_ids))
+        return bool(self._rounds) or (
+            self.generation.body.return_token_ids and self._reported < len(self.token_ids))
 
     def _message(self) -> dict[str, Any]:
         text = self._text.text
-        if not self.generation.has_tools:
+        if not self._has_tools:
             return {"content": text}
         message = parse_answer(text)
         if not message.get("tool_calls"):
@@ -379,7 +365,7 @@ class ResponseBuilder:
 
     def _with_tokens(self, choice: dict[str, Any]) -> dict[str, Any]:
         choice["logprobs"] = self._logprob_object(self._reported)
-        if self.generation.token_ids:
+        if self.generation.body.return_token_ids:
             choice["token_ids"] = self.token_ids[self._reported:]
         self._reported = len(self.token_ids)
         if self._rounds:
@@ -395,9 +381,9 @@ class ResponseBuilder:
         return chat_logprobs(entries) if self.metadata.chat else completion_logprobs(entries)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        return chunk | {"usage": self.usage()} if self.generation.continuous_usage else chunk
+        return chunk | {"usage": self.usage()} if self._options.continuous_usage_stats else chunk
 
     def _extension(self) -> dict[str, Any]:
-        if not self.generation.spec_details:
+        if not self.generation.body.return_spec_tokens_details:
             return {}
         return {"sglext": {"spec_tokens_details": spec_tokens_details(self._histogram, self._drafted)}}

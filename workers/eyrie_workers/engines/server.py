@@ -28,7 +28,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -60,8 +60,7 @@ from eyrie_workers.engines.openai_api import (
     ResponseMetadata,
     UnknownModel,
     error_body,
-    parse_chat,
-    parse_completion,
+    parse,
     read_object,
 )
 from eyrie_workers.engines.process import batch_size_schedule
@@ -193,11 +192,11 @@ def create_app(service: Service, *, is_loopback: bool = False) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _respond(service, request, parse_chat)
+        return await _respond(service, request, ChatCompletionRequest)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _respond(service, request, parse_completion)
+        return await _respond(service, request, CompletionRequest)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -250,14 +249,14 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def _respond(service: Service, request: Request,
-                   parse: Callable[[Mapping[str, Any]], ChatCompletionRequest | CompletionRequest]) -> Response:
+                   kind: type[ChatCompletionRequest | CompletionRequest]) -> Response:
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes", "send a shorter conversation")
-    active = await service.submit(parse(read_object(bytes(body))))
-    if active.generation.stream:
+    active = await service.submit(parse(kind, read_object(bytes(body))))
+    if active.generation.body.stream:
         return StreamingResponse(_server_sent_events(active), media_type="text/event-stream",
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     # Starlette cancels a StreamingResponse when the client disconnects, but not a handler that still computes its

@@ -82,7 +82,7 @@ class Keeper:
         """The answer, with descriptors; empty without a keeper."""
         if self.connection is not None:
             with contextlib.suppress(OSError):
-                _send(self.connection, {"request": request} | fields, descriptors)
+                socket.send_fds(self.connection, [json.dumps({"request": request} | fields).encode()], descriptors)
                 answer, received = _receive(self.connection)
                 if answer:
                     return answer, received
@@ -132,10 +132,6 @@ def _is_own(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
-def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
-
-
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Empty when the other side has closed the connection."""
     message, received, _, _ = socket.recv_fds(connection, 2**18, 64, socket.MSG_CMSG_CLOEXEC)
@@ -158,7 +154,7 @@ class _State:
             while (received := _receive(client))[0]:
                 answer = self.answer(*received)
                 passed_on = self.lock if "servers" in answer else []
-                _send(client, answer, passed_on)
+                socket.send_fds(client, [json.dumps(answer).encode()], passed_on)
                 while passed_on:
                     os.close(passed_on.pop())
         if not self.is_kept:

@@ -129,8 +129,8 @@ def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatAr
     return float(np.log(np.concatenate(values)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
 
 
-def acceptance_interval(rounds: FloatArray) -> Interval:
-    """95 % interval of tau, prompts resampled. rounds: [N, 2], rounds and accepted draft tokens of each prompt.
+def acceptance_interval(rounds: FloatArray, seed: int = 0) -> Interval:
+    """95 % interval of tau, prompts resampled. rounds: [N, 2], as `rounds_and_accepted`.
 
     Prompts without a round (answers of one token) do not count. A point for fewer than two prompts.
     """
@@ -139,7 +139,13 @@ def acceptance_interval(rounds: FloatArray) -> Interval:
     tau = 1.0 + float(sums[1] / sums[0]) if len(drawn) else 1.0
     if len(drawn) < 2:
         return Interval(low=tau, high=tau)
-    return interval_around(tau, standard_error(drawn, lambda sums: 1.0 + sums[:, 1] / sums[:, 0]), len(drawn))
+    return interval_around(tau, standard_error(drawn, lambda sums: 1.0 + sums[:, 1] / sums[:, 0], seed), len(drawn))
+
+
+def rounds_and_accepted(histograms: Iterable[Sequence[int]]) -> FloatArray:
+    """[N, 2]: rounds and accepted draft tokens of each prompt."""
+    return np.array([(sum(histogram), sum(k * count for k, count in enumerate(histogram)))
+                     for histogram in histograms], dtype=np.float64).reshape(-1, 2)
 
 
 def interval_around(value: float, error: float, num_prompts: int) -> Interval:

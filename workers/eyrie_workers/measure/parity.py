@@ -32,14 +32,13 @@ from itertools import zip_longest
 from typing import Any
 
 import httpx
-import numpy as np
 
 from eyrie_api.chat_messages import Message
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
 from eyrie_api.contract.model import Frozen, Interval
 from eyrie_api.contract.prove import ParityReport
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.measure.intervals import acceptance_interval, acceptance_length, add_histograms
+from eyrie_workers.measure.intervals import acceptance_interval, acceptance_length, add_histograms, rounds_and_accepted
 from eyrie_workers.targets.templates import ChatTokenizer
 
 TIMEOUT_S = 600.0
@@ -132,8 +131,7 @@ def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
             differences.append(f"conversation {number}: SGLang does not answer it: {error.message}")
             continue
         if theirs != ours:
-            place = next((place for place, (our, their) in enumerate(zip(ours, theirs, strict=False)) if our != their),
-                         min(len(ours), len(theirs)))
+            place = first_difference(ours, theirs) or 0
             texts = [repr(tokenizer.decode(ids[place:place + 1], skip_special_tokens=False)) for ids in (ours, theirs)]
             differences.append(f"conversation {number}: token {place} is {texts[0]} here and {texts[1]} in SGLang "
                                f"(prompts of {len(ours)} and {len(theirs)} tokens)")
@@ -141,13 +139,11 @@ def compare_prompts(url: str, model: str, tokenizer: ChatTokenizer,
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = _answered(url, body)
     try:
-        answer = httpx.post(url, json=body, timeout=TIMEOUT_S)
-        document = answer.json() if answer.is_success else None
-    except (httpx.HTTPError, ValueError) as error:
+        document = answer.json()
+    except ValueError as error:
         raise EngineFailed(f"{url} did not complete the request: {error}", "read the engine's log") from error
-    if not answer.is_success:
-        raise EngineFailed(f"{url} answered {answer.status_code}: {answer.text[:500]}", "read the engine's log")
     if not isinstance(document, dict):
         raise EngineFailed(f"{url} did not answer with a JSON object", "check that the URL is an engine's")
     return document
@@ -155,23 +151,26 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The pieces of a streamed answer, one or more."""
-    pieces, ended = [], False
+    lines = list(_answered(url, {**body, "stream": True}).iter_lines())
     try:
-        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=TIMEOUT_S) as response:
-            for line in response.iter_lines() if response.is_success else ():
-                ended = ended or line == "data: [DONE]"
-                if line.startswith("data: {"):
-                    pieces.append(json.loads(line.removeprefix("data: ")))
-            text = "" if response.is_success else response.read().decode(errors="replace")
-    except (httpx.HTTPError, ValueError) as error:
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    except ValueError as error:
         raise EngineFailed(f"{url} did not complete the stream: {error}", "read the engine's log") from error
-    if not response.is_success:
-        raise EngineFailed(f"{url} answered {response.status_code}: {text[:500]}", "read the engine's log")
     failed = next((piece["error"] for piece in pieces if "error" in piece), None)
-    if failed is not None or not ended or not pieces:
+    if failed is not None or "data: [DONE]" not in lines or not pieces:
         raise EngineFailed(f"{url} ended the stream before the answer: {failed or 'the connection closed'}",
                            "read the engine's log")
     return pieces
+
+
+def _answered(url: str, body: dict[str, Any]) -> httpx.Response:
+    try:
+        answer = httpx.post(url, json=body, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise EngineFailed(f"{url} did not complete the request: {error}", "read the engine's log") from error
+    if not answer.is_success:
+        raise EngineFailed(f"{url} answered {answer.status_code}: {answer.text[:500]}", "read the engine's log")
+    return answer
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def compare_answers(kind: EngineKind, tree: DraftTreeShape, plain: Sequence[Serv
     return ParityReport(
         engine=kind, prompts=len(plain), identical=len(plain) - len(lines), divergences=tuple(lines), explained=ties,
         tree=tree, histogram=histogram, tau=acceptance_length(histogram),
-        tau_interval=_tau_interval(drafted),
+        tau_interval=acceptance_interval(rounds_and_accepted(served.histogram for served in drafted)),
         passed=len(lines) == ties, reasons=tuple(reasons))
 
 
@@ -226,13 +225,6 @@ def _reasons_of_answers(num_prompts: int, num_diverged: int, num_ties: int) -> l
     return reasons
 
 
-def _tau_interval(answers: Sequence[Served | Evidence]) -> Interval:
-    """95 % interval of the served tau, prompts resampled."""
-    return acceptance_interval(np.array([
-        (float(sum(answer.histogram)), float(sum(k * n for k, n in enumerate(answer.histogram))))
-        for answer in answers]))
-
-
 def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequence[Evidence],
           likely_cause: str = "") -> ParityReport:
     """Decide by the rule in the module docstring. `likely_cause` is of the unexplained rounds. Pure."""
@@ -242,7 +234,7 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
     reference = add_histograms([answer.reference_histogram for answer in evidence])
     explained = sum(answer.deviations or 0 for answer in evidence)
     unexplained = sum(changed_rounds(answer) for answer in evidence if answer.deviations is None)
-    tau, reference_tau, interval = acceptance_length(histogram), acceptance_length(reference), _tau_interval(evidence)
+    tau, reference_tau = acceptance_length(histogram), acceptance_length(reference)
     other_target = [answer.target_differs for answer in evidence if answer.target_differs]
     share = unexplained / max(1, sum(histogram), sum(reference))
     same = share <= _UNEXPLAINED_SHARE[dtype]
@@ -262,7 +254,8 @@ def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequenc
     return ParityReport(
         engine=kind, prompts=len(evidence), identical=len(evidence) - len(diverged),
         divergences=tuple(answer.divergence for answer in diverged), explained=ties, tree=tree, histogram=histogram,
-        reference_histogram=reference, tau=tau, tau_interval=interval, reference_tau=reference_tau,
+        reference_histogram=reference, tau=tau, reference_tau=reference_tau,
+        tau_interval=acceptance_interval(rounds_and_accepted(answer.histogram for answer in evidence)),
         rounds_explained=explained, rounds_unexplained=unexplained,
         passed=len(diverged) == ties and same and not other_target, reasons=tuple(reasons))
 

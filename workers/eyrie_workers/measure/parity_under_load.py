@@ -35,14 +35,7 @@ import httpx
 from eyrie_api.contract.engine import DraftTreeShape, EngineKind
 from eyrie_api.contract.prove import ParityReport, SampledParityReport
 from eyrie_workers.measure import two_samples
-from eyrie_workers.measure.parity import (
-    TIMEOUT_S,
-    Served,
-    compare_answers,
-    is_same,
-    request_answer,
-    request_body,
-)
+from eyrie_workers.measure.parity import TIMEOUT_S, Served, compare_answers, is_same, request_answer, request_body
 
 Shape = Literal["plain", "streamed", "stopped", "continued", "formatted", "called", "sampled"]
 _WORDS: dict[Shape, str] = {"plain": "plain", "streamed": "streamed", "stopped": "cut at a stop string",

@@ -26,7 +26,6 @@ judged by promotion's own checks.
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +48,7 @@ from eyrie_api.decisions.near_ties import is_lossless, rounding_step
 from eyrie_api.decisions.promotion import CANDIDATE, OFF, checks_at_load, summarize_decision
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.measure.load.__main__ import ProgressLine, comparisons_table, read_prompts
+from eyrie_workers.measure.load.__main__ import ProgressLine, comparisons_table, read_key, read_prompts
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.http_client import parse_url
 from eyrie_workers.measure.load.report_statistics import LevelResults, load_standing, paired_ratios
@@ -157,21 +156,12 @@ class Connection:
 
     def read(self, path: str) -> dict[str, Any]:
         """The JSON object at a path; empty where the server has none there."""
-        answer = self.get(path)
-        try:
-            document = answer.json() if answer.is_success else None
-        except ValueError:
-            document = None
-        return document if isinstance(document, dict) else {}
+        return _object_of(self.get(path)) or {}
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Raises EndpointUnusable for any other response than a JSON object."""
         answer = self._send("POST", path, json=dict(body))
-        try:
-            document = answer.json() if answer.is_success else None
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
+        if (document := _object_of(answer)) is None:
             raise EndpointUnusable(f"{self.base}{path} answered {answer.status_code}: {answer.text[:300]}",
                                    "read the server's log")
         return document
@@ -185,6 +175,15 @@ class Connection:
         except httpx.HTTPError as error:
             raise EndpointUnusable(f"{self.base} did not answer {path}: {error or type(error).__name__}",
                                    "start the server, and check its address") from None
+
+
+def _object_of(answer: httpx.Response) -> dict[str, Any] | None:
+    """The JSON object of a successful response."""
+    try:
+        document = answer.json() if answer.is_success else None
+    except ValueError:
+        document = None
+    return document if isinstance(document, dict) else None
 
 
 def look(connection: Connection, option: str, model: str | None) -> RunningServer:
@@ -246,12 +245,9 @@ def _stated(values: Mapping[str, Any]) -> dict[str, str]:
 
 def check_one_server(off: Connection, drafted: Connection) -> None:
     """Raises InvalidInput when both URLs are one. A server under two other names is found by whether it drafts."""
-    def place(connection: Connection) -> tuple[str, int, str]:
-        origin = connection.origin
-        host = "loopback" if origin.host in _LOOPBACK else origin.host
-        return host, origin.port, origin.path.removesuffix("/v1")
-
-    if place(off) == place(drafted):
+    places = {("loopback" if origin.host in _LOOPBACK else origin.host, origin.port, origin.path.removesuffix("/v1"))
+              for origin in (off.origin, drafted.origin)}
+    if len(places) == 1:
         raise InvalidInput(f"--off and --drafted are one server: {drafted.base}",
                            "start a second one without the drafter, on another port, with the same options otherwise")
 
@@ -516,10 +512,7 @@ def main(argv: list[str] | None = None) -> int:
     screen = Screen(as_json=arguments.json)
     connections: list[Connection] = []
     try:
-        key = None
-        if arguments.api_key_env is not None and not (key := os.environ.get(arguments.api_key_env)):
-            raise InvalidInput(f"--api-key-env names {arguments.api_key_env}, which is not set",
-                               f"export {arguments.api_key_env}=<key>, or leave the option out")
+        key = read_key(arguments.api_key_env)
         connections += (Connection(url, key) for url in (arguments.off, arguments.drafted))
         certificate = certify_running(
             connections[0], connections[1], read_prompts(arguments.prompts, 0),

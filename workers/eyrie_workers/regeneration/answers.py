@@ -16,6 +16,7 @@ not render as a continuation of its prompt is declined.
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -74,6 +75,23 @@ class GenerationFailure:
 GenerationOutcome = GeneratedAnswer | GenerationFailure
 
 
+class WaitingRequests:
+    """Requests not yet sent: those put back, then the rest of an iterator, which may be exhausted and yield again."""
+
+    def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
+        self.front: deque[GenerationRequest] = deque()
+        self._rest = prompts
+
+    def take_while(self, wanted: Callable[[GenerationRequest], bool]) -> list[GenerationRequest]:
+        taken: list[GenerationRequest] = []
+        while (prompt := self.front.popleft() if self.front else next(self._rest, None)) is not None:
+            if not wanted(prompt):
+                self.front.appendleft(prompt)
+                break
+            taken.append(prompt)
+        return taken
+
+
 class GenerationClient(Protocol):
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """Outcomes in the order they finish, each prompt exactly once.
@@ -130,13 +148,11 @@ class AnswerRetokenizer:
                                      "" if recorded else ": use an endpoint that honours return_token_ids"))
             ids = following
         else:
-            ids = self._encode(message.get("content") or "")
+            ids = self._tokenizer.encode(message.get("content") or "")
+            if ids[:len(self._prefix)] == self._prefix:
+                ids = ids[len(self._prefix):]
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
         return [*ids[:end], *self.eos_ids[:1]] if ended else ids[:end]
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text)
-        return ids[len(self._prefix):] if ids[: len(self._prefix)] == self._prefix else ids
 
 
 @dataclass(frozen=True)

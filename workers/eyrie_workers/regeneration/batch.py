@@ -14,7 +14,7 @@ The Batch API returns no token ids: answers are tokenized again, and `ids_exact`
 
 import json
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
+    WaitingRequests,
     sleep_in_slices,
 )
 from eyrie_workers.regeneration.endpoint import (
@@ -82,7 +83,7 @@ def _client(endpoint: GenerationEndpoint) -> httpx.Client:
     url = httpx.URL(endpoint.base_url)
     check_known_address(url.host, url.port or 0, endpoint.reads)
     proxied = environment_proxy(url.scheme, url.host, url.netloc.decode()) is not None
-    return httpx.Client(headers=endpoint.headers, timeout=endpoint.timeout_s,
+    return httpx.Client(headers=endpoint.headers, timeout=endpoint.spec.timeout_s,
                         transport=None if proxied else PinnedTransport(endpoint.reads))
 
 
@@ -110,7 +111,7 @@ class BatchClient:
         self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenized again from their "
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
         with _client(self.endpoint) as client:
-            waiting = _Waiting(prompts)
+            waiting = WaitingRequests(prompts)
             empty_batches = 0
             while chunk := self._chunk(waiting):
                 pending = self._pending() or self._upload(client, chunk, pause)
@@ -124,11 +125,11 @@ class BatchClient:
                 waiting.front.extendleft(
                     prompt for prompt in reversed(chunk) if prompt.row_id not in outcomes)
                 empty_batches = 0 if outcomes else empty_batches + 1
-                if empty_batches > self.endpoint.max_retries:
+                if empty_batches > self.endpoint.spec.max_retries:
                     raise Transient(f"{self.endpoint.base_url}: {empty_batches} batches in a row returned no answer",
                                     "retry later; answered rows are kept", 3600.0)
 
-    def _chunk(self, waiting: "_Waiting") -> list[GenerationRequest]:
+    def _chunk(self, waiting: WaitingRequests) -> list[GenerationRequest]:
         """The prompts of the next batch: the unanswered ones of the batch in progress, if there is one."""
         if (pending := self._pending()) is not None:
             known = set(pending.row_ids)
@@ -215,7 +216,7 @@ class BatchClient:
                 prompt.row_id, f"the Batch API answered: {error.get('message') or error.get('code')}")
         if is_retryable(status):
             self._failures[prompt.row_id] += 1
-            return None if self._failures[prompt.row_id] <= self.endpoint.max_retries else GenerationFailure(
+            return None if self._failures[prompt.row_id] <= self.endpoint.spec.max_retries else GenerationFailure(
                 prompt.row_id, f"the endpoint answered {status} in {self._failures[prompt.row_id]} batches")
         return declined(prompt, status, f"{self.endpoint.base_url}{_CHAT_PATH}")
 
@@ -234,25 +235,8 @@ class BatchClient:
                 if not is_retryable(response.status_code):
                     raise fatal(response.status_code, url)
                 error_text, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
-            if attempt >= self.endpoint.max_retries:
+            if attempt >= self.endpoint.spec.max_retries:
                 raise Transient(f"{url} failed {attempt + 1} times: {error_text}",
                                 "check that the endpoint is up, then retry: the batch is saved", 60.0)
             sleep_in_slices(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
             attempt += 1
-
-
-class _Waiting:
-    """Prompts not yet sent: those put back, then the rest of the iterator."""
-
-    def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
-        self.front: deque[GenerationRequest] = deque()
-        self._rest = prompts
-
-    def take_while(self, wanted: Callable[[GenerationRequest], bool]) -> list[GenerationRequest]:
-        taken: list[GenerationRequest] = []
-        while (prompt := self.front.popleft() if self.front else next(self._rest, None)) is not None:
-            if not wanted(prompt):
-                self.front.appendleft(prompt)
-                break
-            taken.append(prompt)
-        return taken

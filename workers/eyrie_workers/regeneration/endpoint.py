@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.contract.read_rules import ReadRules
 from eyrie_api.contract.regeneration import RegenerateSpec
 from eyrie_api.contract.targets import TargetSpec
@@ -35,17 +34,11 @@ _RETRYABLE = (408, 409, 425, 429)
 
 @dataclass(frozen=True)
 class GenerationEndpoint:
-    """Addresses and request settings of the endpoints of a job."""
+    """The endpoints of a job, which serve the same model."""
 
-    base_urls: tuple[str, ...]  # each serves the same model
+    spec: RegenerateSpec
     model: str
-    sampling: SamplingSpec
-    max_new_tokens: int
     api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 600.0
-    max_retries: int = 5
-    deadline_s: float = 3600.0
-    concurrency: int = 24
     native: bool = False
     """SGLang's own API instead of OpenAI's: `/generate` takes and returns token ids, so a prompt is rendered here and
     an answer is exact."""
@@ -59,7 +52,7 @@ class GenerationEndpoint:
     @property
     def base_url(self) -> str:
         """The first address, for clients that use only one."""
-        return self.base_urls[0]
+        return self.spec.base_urls[0]
 
     @property
     def path(self) -> str:
@@ -81,10 +74,7 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
             raise InvalidInput(f"regenerate.api_key_env names {spec.api_key_env}, which is not set",
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
     assert spec.base_urls  # required by the contract for these engines
-    return GenerationEndpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
-                              sampling=spec.sampling, max_new_tokens=spec.max_new_tokens, timeout_s=spec.timeout_s,
-                              max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
-                              context=context, reads=reads)
+    return GenerationEndpoint(spec, spec.served_model or target.model, key, context=context, reads=reads)
 
 
 def request_body(endpoint: GenerationEndpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
@@ -92,8 +82,8 @@ def request_body(endpoint: GenerationEndpoint, prompt: GenerationRequest, *, ids
 
     ids_field   field that requests token ids in a chat completion; None for none
     """
-    sampling = endpoint.sampling
-    max_tokens = prompt.max_new_tokens or endpoint.max_new_tokens
+    sampling = endpoint.spec.sampling
+    max_tokens = prompt.max_new_tokens or endpoint.spec.max_new_tokens
     if endpoint.context is not None:
         max_tokens = max(1, min(max_tokens, endpoint.context - len(prompt.prompt_ids)))
     if endpoint.native:

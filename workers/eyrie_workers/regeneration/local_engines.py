@@ -94,7 +94,7 @@ def sglang_servers(spec: RegenerateStage, directory: Path, stage: Stage,
     try:
         for error in pool.make_ready(list(uses)).values():
             raise error
-        servers = [pool.server(name).server for name in uses]
+        servers = [pool.server(name) for name in uses]
 
         def pause() -> None:
             stage.pause_point()

@@ -43,9 +43,6 @@ from eyrie_workers.regeneration.endpoint import (
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
-IDS_FIELDS: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_sglext", None)
-"""Request fields that ask for token ids: vLLM and Eyrie; SGLang; None where a server has no such field."""
-
 
 @dataclass
 class RequestRoute:
@@ -54,17 +51,14 @@ class RequestRoute:
     answered: int = 0
     failures: int = 0  # consecutive failures
     unavailable_until: float = 0.0
-    ids_field_index: int = 0  # index into IDS_FIELDS of the field sent to this endpoint
-
-    @property
-    def ids_field(self) -> str | None:
-        """The field that asks this endpoint for token ids, if it accepts one."""
-        return IDS_FIELDS[self.ids_field_index]
+    ids_fields: tuple[str | None, ...] = ("return_token_ids", "return_output_ids_in_sglext", None)
+    """Request fields that ask for token ids, of which the first is sent: vLLM and Eyrie; SGLang; None where a server
+    has no such field."""
 
     def reject_ids_field(self, ids_field: str | None) -> None:
         """Use the next field from now on; concurrent requests may report the same field."""
-        if ids_field is not None:
-            self.ids_field_index = max(self.ids_field_index, IDS_FIELDS.index(ids_field) + 1)
+        if ids_field is not None and ids_field == self.ids_fields[0]:
+            self.ids_fields = self.ids_fields[1:]
 
 
 class RequestRoutes:
@@ -72,7 +66,8 @@ class RequestRoutes:
         self.all = [RequestRoute(url) for url in urls]
 
     def take(self, now: float) -> RequestRoute:
-        """The endpoint for the next request, which counts as in flight until `answered` or `failed`."""
+        """The endpoint for the next request, which counts as in flight until `answered` or `failed`, or its caller
+        is cancelled."""
         available = [route for route in self.all if self._is_available(route, now)]
         if available:
             route = min(available, key=lambda route: (route.in_flight, route.answered))
@@ -97,10 +92,6 @@ class RequestRoutes:
             backoff_s = min(FIRST_BACKOFF_S * 2.0**min(route.failures, 30), MAX_BACKOFF_S)
             route.unavailable_until = now + max(retry_after_s, backoff_s)
             route.failures += 1
-
-    def dropped(self, route: RequestRoute) -> None:
-        """A request was cancelled; its endpoint's state does not change."""
-        route.in_flight -= 1
 
     def has_available(self, now: float) -> bool:
         """Whether a failed request can be retried at once on another endpoint."""
@@ -132,18 +123,18 @@ class OnlineClient:
     _answered: int = 0
 
     def __post_init__(self) -> None:
-        self._routes = RequestRoutes(self.endpoint.base_urls)
+        self._routes = RequestRoutes(self.endpoint.spec.base_urls)
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            headers = {"Accept": "application/json", **self.endpoint.headers}
-            for url in self.endpoint.base_urls:
+            spec, headers = self.endpoint.spec, {"Accept": "application/json", **self.endpoint.headers}
+            for url in spec.base_urls:
                 self._pools[url] = pool_of_job(url, headers, self.endpoint.reads)
             in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:
-                    while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
+                    while len(in_flight) < spec.concurrency and (prompt := next(prompts, None)) is not None:
                         in_flight.add(runner.get_loop().create_task(self._ask(prompt)))
                     if not in_flight:
                         return
@@ -178,31 +169,31 @@ class OnlineClient:
     async def _ask(self, prompt: GenerationRequest) -> GenerationOutcome:
         answered_before = self._answered
         try:
-            async with asyncio.timeout(self.endpoint.deadline_s):
+            async with asyncio.timeout(self.endpoint.spec.deadline_s):
                 return await self._ask_until_answered(prompt, answered_before)
         except TimeoutError:
-            error_text = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
+            error_text = f"no answer within regenerate.deadline_s = {self.endpoint.spec.deadline_s:g}"
             # Other prompts were answered meanwhile: the endpoint works, so only this prompt fails.
             if self._answered > answered_before:
                 return GenerationFailure(prompt.row_id, f"{error_text}, while others were answered")
-            raise Transient(f"{', '.join(self.endpoint.base_urls)}: {error_text}",
+            raise Transient(f"{', '.join(self.endpoint.spec.base_urls)}: {error_text}",
                             "check that the endpoint is up, then retry: answered rows are kept", 60.0) from None
 
     async def _ask_until_answered(self, prompt: GenerationRequest, answered_before: int) -> GenerationOutcome:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
-            url, ids_field = f"{route.url}{self.endpoint.path}", route.ids_field
+            url, ids_field = f"{route.url}{self.endpoint.path}", route.ids_fields[0]
             retry_after: str | None = None
             try:
                 body = request_body(self.endpoint, prompt, ids_field=ids_field)
                 sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
                 reply = await self._pools[route.url].send("POST", self.endpoint.path, sent,
-                                                          timeout_s=self.endpoint.timeout_s)
+                                                          timeout_s=self.endpoint.spec.timeout_s)
             except RequestFailed as error:
                 error_text = f"{error.reason}: {error}"
             except BaseException:  # cancelled by a stop or by the deadline: says nothing about the endpoint
-                routes.dropped(route)
+                route.in_flight -= 1
                 raise
             else:
                 if not is_retryable(reply.status):
@@ -219,7 +210,7 @@ class OnlineClient:
             # Jitter against retries in step; need not be reproducible, so the global generator is used.
             delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
             routes.failed(route, time.monotonic(), delay_s if retry_after else 0.0)
-            if attempt >= self.endpoint.max_retries:
+            if attempt >= self.endpoint.spec.max_retries:
                 if self._answered > answered_before and error_text != _TOO_MANY:
                     # Other prompts were answered meanwhile, so the fault is this prompt's: it must not end the stage.
                     reason = f"failed {attempt + 1} times while others were answered: {error_text}"

@@ -40,6 +40,7 @@ from eyrie_workers.regeneration.answers import (
     GenerationFailure,
     GenerationOutcome,
     GenerationRequest,
+    WaitingRequests,
     sleep_in_slices,
 )
 from eyrie_workers.regeneration.endpoint import endpoint_of
@@ -145,10 +146,10 @@ class ShardedClient:
 
     def _answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         shard_rows = self.sharding.shard_rows or 1
-        groups = _Groups(prompts, shard_rows)
+        waiting = WaitingRequests(prompts)
         last_progress_s, warned = time.monotonic(), set[str]()
         while True:
-            while len(self._open) < self.sharding.shard_window and (group := groups.take()):
+            while len(self._open) < self.sharding.shard_window and (group := next_shard(waiting, shard_rows)):
                 pause()
                 self._submit(group[0].place // shard_rows, group)
             if not self._open:
@@ -209,22 +210,15 @@ class ShardedClient:
         return self.order.model_copy(update={"shard": shard})
 
 
-class _Groups:
-    """Groups consecutive prompts by shard number. The iterator of prompts may be exhausted and yield again later."""
+def next_shard(waiting: WaitingRequests, shard_rows: int) -> list[GenerationRequest]:
+    """The next prompts, all of one shard; empty while no prompt is available."""
+    numbers = set[int]()
 
-    def __init__(self, prompts: Iterator[GenerationRequest], shard_rows: int) -> None:
-        self._prompts, self._shard_rows = prompts, shard_rows
-        self._next: GenerationRequest | None = None
+    def is_of_shard(prompt: GenerationRequest) -> bool:
+        numbers.add(prompt.place // shard_rows)
+        return len(numbers) == 1
 
-    def take(self) -> list[GenerationRequest]:
-        """The next group; empty while no prompt is available."""
-        group, self._next = [self._next] if self._next is not None else [], None
-        while (prompt := next(self._prompts, None)) is not None:
-            if group and prompt.place // self._shard_rows != group[0].place // self._shard_rows:
-                self._next = prompt
-                break
-            group.append(prompt)
-        return group
+    return waiting.take_while(is_of_shard)
 
 
 def shard_name(order: ShardMessage, number: int, prompts: list[GenerationRequest]) -> str:

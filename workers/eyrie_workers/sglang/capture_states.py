@@ -11,10 +11,7 @@ pass whose states do not fit the memory that is free there becomes several reque
 # M tokens of all texts, T tokens of one, A aux layers, H hidden
 
 import hashlib
-import json
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +29,9 @@ from eyrie_api.errors import DiskTooSmall
 from eyrie_api.planning.sglang_support import require_layer_outputs, sglang_layer_ids
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.sglang.servers import CapturedStates, ServerHistory, ServerPlan, ServerPool
+from eyrie_workers.sglang.launch import CapturedStates
+from eyrie_workers.sglang.process import SglangServer
+from eyrie_workers.sglang.servers import ServerHistory, ServerPlan, ServerPool
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config, read_json
 from eyrie_workers.targets.device import CPU
@@ -139,22 +138,16 @@ class SglangStates:
         if not self._pool.resident:  # nothing of an earlier server, or of an earlier run, is taken for this pass
             shutil.rmtree(self._files, ignore_errors=True)
             self._files.mkdir(parents=True)
-        server = self._pool.server(_NAME).server
+        server = self._pool.server(_NAME)
+        assert isinstance(server, SglangServer)
         self._passes += 1
         names = [f"{_REQUEST}{self._passes}-{index}" for index in range(len(texts))]
-        body = json.dumps({"input_ids": texts, "rid": names,
-                           "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}}).encode()
-        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            raise EngineFailed(f"SGLang answered {error.code}: {error.read(300).decode(errors='replace')}",
-                               f"read the log in {self._directory}") from error
-        except (urllib.error.URLError, OSError) as error:
-            server.check()
-            raise EngineFailed(f"SGLang's server does not answer: {error}",
-                               f"read the log in {self._directory}") from error
+            server.request("/generate", "POST", _TIMEOUT_S, {
+                "input_ids": texts, "rid": names, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}})
+        except EngineFailed:
+            server.check()  # why it ended says more
+            raise
         of_texts = []
         for name, text in zip(names, texts, strict=True):
             states: list[Tensor] = []

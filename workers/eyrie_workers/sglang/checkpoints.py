@@ -1,7 +1,7 @@
 """Facts about a target and a drafter that decide SGLang's flags, read from their `config.json` only.
 
 The target may be of any family that SGLang serves, whether or not Eyrie can load it. Read are: attention kind, sliding
-windows, experts, quantisation and context length; for a drafter also the speculative algorithm, which follows from its
+windows, quantisation and context length; for a drafter also the speculative algorithm, which follows from its
 architecture.
 """
 
@@ -34,7 +34,6 @@ class TargetCheckpoint:
     context_length: int
     revision: str | None = None
     attention: AttentionNeeds = PLAIN
-    experts: bool = False
     quantised: str | None = None
     """`quant_method` of the checkpoint."""
 
@@ -82,7 +81,6 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
         model=model, revision=revision, architecture=str(architectures[0]),
         num_layers=positive_integer(text, "num_hidden_layers", model), context_length=context_length(text, model),
         attention=needs_of(config),
-        experts=any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")),
         quantised=_quantised(config))
 
 

@@ -57,6 +57,16 @@ _VERIFICATION_FLAGS: dict[Verification, str] = {
 
 
 @dataclass(frozen=True)
+class CapturedStates:
+    """Hidden states that a server writes to files while it prefills, without a drafter (`sglang.capture_states`)."""
+
+    layer_ids: tuple[int, ...]
+    """SGLang's."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     target: TargetCheckpoint
     machine: SglangHardware
@@ -84,10 +94,7 @@ class LaunchPlan:
     key_file: str | None = None
     """A YAML file with the line `api-key: ...`, mounted from a Secret."""
 
-    captured_layers: tuple[int, ...] = ()
-    """Layers, by SGLang's ids, whose states the server writes to `capture_dir` while it prefills, without a drafter."""
-
-    capture_dir: str | None = None
+    captured: CapturedStates | None = None
     plugin_root: str | None = None
     """Directory with the package that SGLang imports (`plugin_files`)."""
 
@@ -200,10 +207,10 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
     if slots is not None and 0 in candidate_steps(slots):
         # A round without drafting would otherwise still run the drafter over the accepted tokens.
         variables["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "1"
-    if plan.capture_dir is not None:
-        variables["EYRIE_CAPTURE_DIR"] = plan.capture_dir
+    if plan.captured is not None:
+        variables["EYRIE_CAPTURE_DIR"] = plan.captured.directory
     # With and without a drafter: all variants run one model class.
-    if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.capture_dir is not None:
+    if plan.target.architecture in PLUGIN_ARCHITECTURES or plan.captured is not None:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PACKAGE
     if plan.plugin_root is not None:
         variables["PYTHONPATH"] = plan.plugin_root
@@ -232,7 +239,7 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
         # Speculation disables the overlap scheduler on CPU, so the variant without speculation must disable it too. An
         # idle scheduler busy-waits: without --sleep-on-idle it takes a core from the variant that is being measured.
         line += ["--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle"]
-    elif plan.capture_dir is not None:
+    elif plan.captured is not None:
         # A graph of a prefill would replay the model without the code that writes its states.
         line += ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
     else:
@@ -249,10 +256,10 @@ def launch_arguments(plan: LaunchPlan, shared: SharedServerArgs | None = None) -
 def _speculation(plan: LaunchPlan, shared: SharedServerArgs) -> list[str]:
     slots = adaptive_slots(plan)
     tree = plan.setting.tree
-    if plan.capture_dir is not None:
+    if plan.captured is not None:
         # EAGLE3 names the convention of the layer ids; no drafter is loaded. A cached prefix would have no states.
         return ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3",
-                "--return-aux-hidden-state-layer-ids", *map(str, plan.captured_layers), "--disable-radix-cache"]
+                "--return-aux-hidden-state-layer-ids", *map(str, plan.captured.layer_ids), "--disable-radix-cache"]
     if slots is None and tree is None:
         return []
     if slots is None and plan.setting.method == "ngram":

@@ -29,10 +29,10 @@ from typing import Any
 import aiohttp
 
 from eyrie_api.contract.reports import EngineUsed
-from eyrie_api.contract.tuning import Setting
+from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import EyrieError
 from eyrie_api.planning.sglang_attention import Platform
-from eyrie_workers.engines.decoding_engine import Answer, EngineRun, Variants
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, Answer, EngineRun
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.sglang.local_hardware import detect_hardware
 from eyrie_workers.sglang.process import SglangServer
@@ -48,7 +48,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _SILENCE_TIMEOUT_S = 600.0
 """Between two chunks of a stream: the prefill of a long prompt behind others takes long on a CPU."""
 
-_WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 _LINE_BYTES = 8 * 2**20
 """Longest line of a stream: cumulative token ids of a long answer."""
 
@@ -148,8 +147,14 @@ async def _answer(session: aiohttp.ClientSession, url: str, stream: _Stream, bod
                 raise EngineFailed(f"request {name!r}: {url} answered {response.status}: {text}",
                                    "read the server's log")
             async for line in response.content:
+                if line.startswith(b'data: {"error"'):
+                    raise EngineFailed(f"request {name!r}: SGLang reported {line[6:506].decode(errors='replace')}",
+                                       "read the server's log")
                 if line.startswith(b"data: {"):
-                    _take(stream, line[6:])
+                    now = time.perf_counter()
+                    # The chunk of a prefill without a token does not occur: the first chunk has the first token.
+                    stream.first_at = stream.first_at or now
+                    stream.last_at, stream.last_line = now, line[6:]
                 elif line.startswith(b"data: [DONE]"):
                     stream.whole = True
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -157,16 +162,6 @@ async def _answer(session: aiohttp.ClientSession, url: str, stream: _Stream, bod
                            "read the server's log") from error
     if not stream.whole:
         raise EngineFailed(f"request {name!r}: {url} ended the stream before the answer", "read the server's log")
-
-
-def _take(stream: _Stream, line: bytes) -> None:
-    now = time.perf_counter()
-    if line.startswith(b'{"error"'):
-        raise EngineFailed(f"request {stream.request.id!r}: SGLang reported {line[:500].decode(errors='replace')}",
-                           "read the server's log")
-    # The chunk of a prefill without a token does not occur: the first chunk has the first token.
-    stream.first_at = stream.first_at or now
-    stream.last_at, stream.last_line = now, line
 
 
 class SglangEngine:
@@ -208,7 +203,7 @@ class SglangEngine:
     def restarts(self) -> int:
         return self._history.restarts
 
-    def start(self, uses: Variants) -> dict[str, EyrieError]:
+    def start(self, uses: Mapping[str, DrafterUse]) -> dict[str, EyrieError]:
         unknown = [name for name in uses if name not in self._pool.uses]
         assert not unknown, f"variants {unknown} are not among the possible ones"
         self._pool.amend(uses)
@@ -222,15 +217,14 @@ class SglangEngine:
     def generate(self, variant: str, requests: Sequence[Request], concurrency: int, *,
                  truncate: bool = False) -> EngineRun:
         while True:
-            managed = self._pool.server(variant)
-            server = managed.server
+            server = self._pool.server(variant)
             assert isinstance(server, SglangServer)
             try:
                 if not self._asked:
                     self._history.note_version(variant, server.version())
                     self._asked = True
                 if self._warm.get(variant) is not server:
-                    short = [replace(request, max_new_tokens=min(_WARMUP_TOKENS, request.max_new_tokens))
+                    short = [replace(request, max_new_tokens=min(WARMUP_TOKENS, request.max_new_tokens))
                              for request in requests[:concurrency]]
                     generate(server.url, short, concurrency, self._context_length, truncate=False)
                     self._warm[variant] = server

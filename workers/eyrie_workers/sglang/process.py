@@ -20,13 +20,12 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from eyrie_api.contract.engine import SGLANG_PROGRAM
 from eyrie_api.processes import last_lines, log_lines
-from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, start_process
+from eyrie_workers.engines.process import EngineFailed, ServerProcess, StartProcess, group_ticks, start_process
 from eyrie_workers.sglang.plugin_files import place_plugin
 
 # `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
@@ -56,14 +55,7 @@ def plugin_root(directory: Path) -> str:
     return str(root)
 
 
-@dataclass
 class SglangServer(ServerProcess):
-    process: subprocess.Popen[bytes]
-    url: str
-    """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
-
-    log_file: Path
-    command: tuple[str, ...] = ()
     name = "SGLang"
 
     def ready(self, timeout_s: float = 5.0) -> bool:
@@ -86,19 +78,22 @@ class SglangServer(ServerProcess):
     def version(self) -> str:
         """SGLang's version, as the ready server reports it. Raises EngineFailed."""
         try:
-            return str(json.loads(self._asked("/server_info", "GET", 60.0))["version"])
+            return str(json.loads(self.request("/server_info", "GET", 60.0))["version"])
         except (ValueError, KeyError) as error:
             raise EngineFailed(f"{self.url}/server_info reports no version: {type(error).__name__} {error}",
                                f"read {self.log_file}") from error
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until no request runs, then forget cached prefixes and texts of n-gram lookup. Raises EngineFailed."""
-        self._asked(f"/flush_cache?timeout={timeout_s:g}", "POST", timeout_s + 30.0)
+        self.request(f"/flush_cache?timeout={timeout_s:g}", "POST", timeout_s + 30.0)
 
-    def _asked(self, path: str, method: str, timeout_s: float) -> bytes:
+    def request(self, path: str, method: str, timeout_s: float, body: object = None) -> bytes:
+        """The answer to a request, with `body` as JSON if there is one. Raises EngineFailed."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} if data else {},
+                                         method=method)
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, method=method),
-                                        timeout=timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             raise EngineFailed(f"{self.url}{path} answered {error.code}: {error.read(300).decode(errors='replace')}",
@@ -108,7 +103,7 @@ class SglangServer(ServerProcess):
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes since they began."""
-        return sum(self.ticks().values()) / os.sysconf("SC_CLK_TCK")
+        return sum(group_ticks(self.process.pid).values()) / os.sysconf("SC_CLK_TCK")
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,
@@ -127,7 +122,7 @@ def as_server(process: subprocess.Popen[bytes], log_file: Path, command: tuple[s
     """The server of a process that was started with this command."""
     given = {"--host": "127.0.0.1", "--port": "30000"} | {  # the defaults are SGLang's
         flag: word for flag, word in pairwise(command) if flag in ("--host", "--port")}
-    return SglangServer(process, f"http://{given['--host']}:{given['--port']}", log_file, command)
+    return SglangServer(process, log_file, command, f"http://{given['--host']}:{given['--port']}")
 
 
 _PHASES = (("Load weight begin", "loading weights"), ("Load weight end", "weights loaded"),
@@ -138,8 +133,4 @@ _PHASES = (("Load weight begin", "loading weights"), ("Load weight end", "weight
 
 def loading_phase(lines: Sequence[str]) -> str:
     """How far a starting server has come, from the lines of its log. Pure."""
-    for line in reversed(lines):
-        for text, phase in _PHASES:
-            if text in line:
-                return phase
-    return "importing"
+    return next((phase for line in reversed(lines) for text, phase in _PHASES if text in line), "importing")

@@ -33,7 +33,6 @@ from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.planning.sglang_attention import SglangHardware
 from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import (
-    READY_FILE,
     EngineCommand,
     EngineFailed,
     EngineProcess,
@@ -47,6 +46,7 @@ from eyrie_workers.sglang import profiles
 from eyrie_workers.sglang.checkpoints import checkpoint_algorithm, read_drafter, read_target
 from eyrie_workers.sglang.launch import (
     ADAPTIVE_ALGORITHMS,
+    CapturedStates,
     LaunchPlan,
     SharedServerArgs,
     adaptive_config,
@@ -77,16 +77,6 @@ _PORT_TAKEN = "ddress already in use"
 
 DrafterUses = dict[str, DrafterUse]
 """The drafter and setting of each variant, by the variant's name."""
-
-
-@dataclass(frozen=True)
-class CapturedStates:
-    """Hidden states that SGLang's servers write while they prefill (`sglang.capture_states`)."""
-
-    layer_ids: tuple[int, ...]
-    """SGLang's."""
-
-    directory: str
 
 
 @dataclass(frozen=True)
@@ -131,19 +121,8 @@ class ServerPlan:
         return checkpoint_algorithm(read_json(Path(use.drafter_dir) / "config.json")) in ADAPTIVE_ALGORITHMS
 
 
-@dataclass(frozen=True)
-class ManagedServer:
-    name: str
-    server: ServerProcess
-
-    @property
-    def url(self) -> str:
-        """Up to and including /v1."""
-        return f"{self.server.url}/v1"
-
-
 def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
-                 share: tuple[int, int] = (0, 1), gpus: GpuGroup = ()) -> ManagedServer:
+                 share: tuple[int, int] = (0, 1), gpus: GpuGroup = ()) -> ServerProcess:
     """Start the server of one variant; does not wait until it is ready. Its log goes to `directory`.
 
     uses    all variants of the comparison: their servers have the same arguments but for drafting
@@ -154,15 +133,15 @@ def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     """
     start = partial(keeper().start, server_key(plan, name, uses, share[1], gpus))
     if plan.kind == "embedded":
-        return ManagedServer(name, start_engine(_engine_command(plan, uses[name]), directory, start))
+        return start_engine(_engine_command(plan, uses[name]), directory, start)
     launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port(), share)
     launch_plan = replace(launch_plan, plugin_root=plugin_root(directory))
     config = adaptive_config(launch_plan)
     if config is not None:
         directory.mkdir(parents=True, exist_ok=True)
         Path(str(launch_plan.adaptive_path)).write_text(config)
-    return ManagedServer(name, start_sglang(launch_arguments(launch_plan, shared), directory,
-                                            environment=_environment(launch_plan, gpus), start=start))
+    return start_sglang(launch_arguments(launch_plan, shared), directory,
+                        environment=_environment(launch_plan, gpus), start=start)
 
 
 def _environment(launch_plan: LaunchPlan, gpus: GpuGroup) -> dict[str, str]:
@@ -215,11 +194,9 @@ def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path
     """One variant's launch plan, and the arguments it shares with the other variants."""
     target_dir, machine = resolve(plan.target), plan.hardware
     common = LaunchPlan(
-        target=read_target(str(target_dir), read_json(target_dir / "config.json"), None), machine=machine,
+        target=read_target(str(target_dir), read_json(target_dir / "config.json")), machine=machine,
         served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency,
-        engine=plan.engine, adaptive_path=str(directory / "adaptive.json"))
-    if plan.captured is not None:
-        common = replace(common, captured_layers=plan.captured.layer_ids, capture_dir=plan.captured.directory)
+        engine=plan.engine, adaptive_path=str(directory / "adaptive.json"), captured=plan.captured)
     plans: dict[str, LaunchPlan] = {}
     for variant, use in uses.items():
         drafter = None
@@ -309,7 +286,7 @@ class ServerPool:
     beside_reference: bool = True
     """Whether the reference engine computes in this process: one share of a GPU is left for it."""
 
-    _servers: dict[str, ManagedServer] = field(default_factory=dict)
+    _servers: dict[str, ServerProcess] = field(default_factory=dict)
     """Resident ones; the last one used is last."""
 
     _restarted: dict[str, int] = field(default_factory=dict)
@@ -340,7 +317,7 @@ class ServerPool:
         available = profiles.available_bytes(machine, self.plan.engine.tp_size)
         if machine.platform == "cpu":
             # Without the reference implementation, which replays or explains answers.
-            available += sum(managed.server.memory_bytes() for managed in self._servers.values()) - weights
+            available += sum(server.memory_bytes() for server in self._servers.values()) - weights
         ngram = any(use.setting.method == "ngram" for use in self.uses.values())
         one_server = profiles.server_bytes(self.plan.kind, machine.platform, weights, kv_bytes, ngram)
         return profiles.num_that_fit(available, one_server) * len(self._groups)
@@ -360,12 +337,12 @@ class ServerPool:
             process = kept.pop()
             command, log_file = process.command, process.log_file
             server: ServerProcess = as_server(process, log_file, command) if self.plan.kind == "sglang" else \
-                EngineProcess(process, log_file.with_name(READY_FILE), log_file, command)
+                EngineProcess(process, log_file, command)
             name, group = wanted.pop(process.key, ("", 0))
             with suppress(EngineFailed):
                 if name and server.ready():
                     server.flush()
-                    self._servers[name], self._group_of[name] = ManagedServer(name, server), group
+                    self._servers[name], self._group_of[name] = server, group
                     continue
             server.stop(DRAIN_S[self.plan.kind])
         if self._servers:
@@ -411,7 +388,7 @@ class ServerPool:
             failed |= self._wait([name for name in group if name not in failed])
         return failed
 
-    def server(self, name: str) -> ManagedServer:
+    def server(self, name: str) -> ServerProcess:
         """The ready server of a variant; it may replace another. Raises EngineFailed when it cannot start."""
         if name not in self._servers:
             while len(self._servers) >= self.capacity:
@@ -429,27 +406,27 @@ class ServerPool:
         A server that has ended is replaced. Raises EngineFailed.
         """
         while True:
-            managed = self.server(name)
+            server = self.server(name)
             try:
-                managed.server.check()
-                managed.server.flush()
-                return managed.url
+                server.check()
+                server.flush()
+                return f"{server.url}/v1"
             except EngineFailed as error:
                 self.recover(name, error)
 
     def has_ended(self, name: str, within_s: float = _REAPED_S) -> bool:
         """Whether the server of a variant has ended; it is discarded, and another starts when it is next used. Raises
         EngineFailed when it has ended too often."""
-        managed = self._servers.get(name)
-        if managed is None:
+        server = self._servers.get(name)
+        if server is None:
             return False
         deadline = time.monotonic() + within_s
         self.stage.pause_point()  # a server that ends with the run is not replaced
         try:
             while time.monotonic() < deadline:
-                managed.server.check()
+                server.check()
                 time.sleep(_POLL_S)
-            managed.server.check()
+            server.check()
         except EngineFailed as ended:
             self._restarted[name] = self._restarted.get(name, 0) + 1
             self.discard(name)
@@ -473,13 +450,13 @@ class ServerPool:
         self.stage.event("ServerRestarted", f"variant {name}: {message}", warning=True)
 
     def discard(self, name: str) -> None:
-        self._servers.pop(name).server.stop(DRAIN_S[self.plan.kind])
+        self._servers.pop(name).stop(DRAIN_S[self.plan.kind])
 
     def stop(self) -> None:
         for name in list(self._servers):
             self.discard(name)
 
-    def _start(self, name: str) -> ManagedServer:
+    def _start(self, name: str) -> ServerProcess:
         taken = Counter(self._group_of[other] for other in self._servers)
         group = min(range(len(self._groups)), key=lambda number: taken[number])
         self._group_of[name] = group
@@ -501,11 +478,11 @@ class ServerPool:
             while left := [name for name in names if name not in failed and name not in ready]:
                 self.stage.pause_point()
                 for name in left:
-                    server = self._servers[name].server
+                    server = self._servers[name]
                     try:
                         server.check()
                     except EyrieError as error:
-                        self._servers.pop(name).server.stop(0.0)
+                        self._servers.pop(name).stop(0.0)
                         # Race: `free_port` closes the port it found, and another process may take it before the server.
                         if _PORT_TAKEN in error.message and ports_taken[name] < MOST_RESTARTS:
                             ports_taken[name] += 1

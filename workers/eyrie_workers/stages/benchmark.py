@@ -38,7 +38,7 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid, files_of
 from eyrie_workers.drafters.published import adopt, copy_mtp_layers, fetch
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.machine import environment
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner, ConcurrentBenchmark, MeasuredBlocks
+from eyrie_workers.measure.benchmark.blocks import BlockRun, ConcurrentBenchmark, MeasuredBlocks
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
@@ -55,7 +55,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Bench, Entry, Unit, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, Variant
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve, weight_bytes
@@ -112,8 +112,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
     # N-gram look-up continues one text: a chain of the same depth.
     setting = Setting(tree=tree) if method != "ngram" else Setting(method="ngram", tree=DraftTreeShape(
         num_steps=tree.num_steps, top_k=1, num_draft_tokens=tree.num_steps + 1))
-    assert setting.tree is not None
-    variant = drafted(setting.tree)
+    variant = Variant(tree=setting.tree)
     variants = [UNDRAFTED, variant]
     uses = uses_of(spec, {BASELINE: OFF, variant.title: setting})
     in_blocks = uses_of(spec, {variant.label(): variant for variant in (OFF, setting)})
@@ -123,12 +122,11 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
         if (spec.measure_transformers and spec.engine.kind == "embedded") or not is_measured(
                 session, units, variants, ledger):
             start_all(session, uses)
-            session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
+            session.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
         measured = measure_units(session, units, variants, ledger, stage)
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
         concurrent = ConcurrentBenchmark(spec.benchmark, setting, MeasuredBlocks(
-            BlockRunner(session, [prompt for _, prompt in prompts]), block_ledger,
-            {run.key: run for run in block_ledger.entries}), spec.min_speedup)
+            session, [prompt for _, prompt in prompts], block_ledger), spec.min_speedup)
         if not concurrent.is_measured:
             start_all(session, in_blocks)
             concurrent.measure(stage)
@@ -167,8 +165,7 @@ def _compare_with_transformers(session: Session, spec: BenchmarkStage,
                     "undrafted engine is not compared with transformers generate", warning=True)
         return None
     first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
-    compared = compare(session.bench, session.target, session.target_path, session.dtype,
-                       session.units(first, (0.0,), 1), stage.pause_point)
+    compared = compare(session, session.units(first, (0.0,), 1), stage.pause_point)
     if compared.different:
         stage.event("BaselineDiffers", f"{len(compared.different)} of {compared.prompts} undrafted answers differ from "
                     f"those of transformers generate by more than rounding: {'; '.join(compared.different)}",
@@ -201,12 +198,12 @@ def fits(target: TargetModel) -> bool:
     return free > weight_bytes(target.path, str(target.dtype).removeprefix("torch."))
 
 
-def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, units: Sequence[Unit],
-            between: Callable[[], None]) -> TransformersBaseline:
+def compare(session: Session, units: Sequence[Unit], between: Callable[[], None]) -> TransformersBaseline:
     """Time both engines on greedy `units`, interleaved. `between` is called before each answer and may raise."""
-    model = load_causal_model(target_path, dtype, target.device)
-    bench.warm_up(units[:1], [UNDRAFTED], between)
-    _generate(model, units[0], bench.stop_ids, 8)
+    model = load_causal_model(session.target_path, session.dtype, session.target.device)
+    stop_ids = session.tokenizer.eos_ids
+    session.warm_up(units[:1], [UNDRAFTED], between)
+    _generate(model, units[0], stop_ids, 8)
     tokens = transformers_tokens = 0
     seconds = transformers_s = 0.0
     different = list[str]()
@@ -214,15 +211,15 @@ def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, un
         for engine in interleaved(("ours", "transformers"), turn):
             between()
             if engine == "ours":
-                sample = bench.measure(unit, [UNDRAFTED], between).samples[BASELINE]
+                sample = session.measure(unit, [UNDRAFTED], between).samples[BASELINE]
                 tokens, seconds = tokens + len(sample.token_ids), seconds + sample.seconds
             else:
                 started = time.perf_counter()
-                answer = _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
+                answer = _generate(model, unit, stop_ids, session.spec.max_new_tokens)
                 transformers_s += time.perf_counter() - started
                 transformers_tokens += len(answer)
-        divergence = explain(target, unit.prompt.id, unit.prompt_ids, answer, sample.token_ids)
-        if divergence is not None and not divergence.is_tie(dtype):
+        divergence = explain(session.target, unit.prompt.id, unit.prompt_ids, answer, sample.token_ids)
+        if divergence is not None and not divergence.is_tie(session.dtype):
             different.append(f"{unit.prompt.id} at token {divergence.position}, logit gap {divergence.first.gap:.3g}")
     return TransformersBaseline(
         tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,

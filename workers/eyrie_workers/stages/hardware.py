@@ -91,7 +91,7 @@ def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,
 
     def ready(name: str) -> LoadEndpoint:
         stage.event("ServerStarted", f"{name}: {describe_use(uses[name])}")
-        return LoadEndpoint(name, pool.server(name).url, plan.model, what=describe_use(uses[name]))
+        return LoadEndpoint(name, f"{pool.server(name).url}/v1", plan.model, what=describe_use(uses[name]))
 
     try:
         return measure_in_turn(list(uses), ready, prompts, spec.load, next(iter(uses)),

@@ -61,7 +61,7 @@ from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_api.planning.target_config import computed_by_reference
 from eyrie_workers.data.suites import Prompt, select
 from eyrie_workers.drafters.family import family_of
-from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.process import EngineFailed, ServerProcess
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import explain
@@ -96,7 +96,7 @@ from eyrie_workers.measure.parity_under_load import (
 )
 from eyrie_workers.sglang.local_hardware import detect_hardware, gpu_groups, visible_gpus
 from eyrie_workers.sglang.managed_engine import GREEDY_ONLY
-from eyrie_workers.sglang.servers import DrafterUses, ManagedServer, ServerHistory, ServerPlan, ServerPool, command_line
+from eyrie_workers.sglang.servers import DrafterUses, ServerHistory, ServerPlan, ServerPool, command_line
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import quantised_matrices, resolve
@@ -190,7 +190,7 @@ class Proof:
         """The variant with the drafter whose answers decide parity."""
         return FIXED if FIXED in self.uses else CANDIDATE
 
-    def server(self, name: str) -> ManagedServer:
+    def server(self, name: str) -> ServerProcess:
         """The ready server of a variant. Where not all fit, it replaces another."""
         assert self.pool is not None
         return self.pool.server(name)
@@ -198,7 +198,8 @@ class Proof:
     def endpoint(self, name: str) -> LoadEndpoint | None:
         """None for a variant that cannot start, and is left out from here on."""
         try:
-            return LoadEndpoint(name, self.server(name).url, self.plan.model, what=describe_use(self.uses[name]))
+            return LoadEndpoint(name, f"{self.server(name).url}/v1", self.plan.model,
+                                what=describe_use(self.uses[name]))
         except (EngineFailed, InvalidInput) as error:
             self.leave_out(name, error)
             return None
@@ -460,13 +461,13 @@ def _collect_answers(proof: Proof) -> CheckResult:
         proof.stage.pause_point()
         proof.report_progress(next(done), proof.current, "answers")
 
-    def answers(server: ManagedServer, system_prompt: str | None) -> tuple[Served, ...]:
-        return tuple(request_answers(spec.engine.kind, server.server.url, proof.plan.model,
+    def answers(server: ServerProcess, system_prompt: str | None) -> tuple[Served, ...]:
+        return tuple(request_answers(spec.engine.kind, server.url, proof.plan.model,
                                      parity_prompts(proof, system_prompt), spec.prove.max_new_tokens, pause=pause))
 
     def loaded(name: str, requests: Sequence[LoadRequest]) -> tuple[Served, ...]:
         """Of the server that follows the load, as callers will have it."""
-        return tuple(request_under_load(spec.engine.kind, proof.server(name).server.url, proof.plan.model, requests,
+        return tuple(request_under_load(spec.engine.kind, proof.server(name).url, proof.plan.model, requests,
                                         max(spec.prove.concurrencies), pause))
 
     changed = spec.prove.system_prompt
@@ -475,7 +476,7 @@ def _collect_answers(proof: Proof) -> CheckResult:
     if spec.engine.kind == "sglang":  # the embedded engine renders with the same code
         tokenizer = ChatTokenizer(resolve(spec.target))
         sent = [(prompt.messages, prompt.tools) for prompt in proof.prompts[:_COMPARED_PROMPTS]]
-        differences = compare_prompts(plain.server.url, proof.plan.model, tokenizer, [*probes(tokenizer.form), *sent])
+        differences = compare_prompts(plain.url, proof.plan.model, tokenizer, [*probes(tokenizer.form), *sent])
     alone = answers(plain, None)
     collected = Answers(plain=alone, drafted=(), prompt_differences=differences)
     without = collected.model_copy(update={

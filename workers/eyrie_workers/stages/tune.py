@@ -45,7 +45,6 @@ from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.blocks import (
     RUNGS_PER_START,
     BlockRun,
-    BlockRunner,
     MeasuredBlocks,
     block_size,
     num_identical,
@@ -65,7 +64,7 @@ from eyrie_workers.measure.benchmark.session import (
     start_all,
     uses_of,
 )
-from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, drafted
+from eyrie_workers.measure.benchmark.variants import BASELINE, UNDRAFTED, Entry, Unit, Variant
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, acceptance_length, add_histograms
 from eyrie_workers.measure.tuner import operating
 from eyrie_workers.measure.tuner import profile as profiling
@@ -166,7 +165,7 @@ class Tuning:
         for setting in entered if len(rungs) == 1 else ():
             if setting in unknown:
                 try:
-                    self.blocks.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                    self.blocks.warm_up(setting, concurrency, self.spec.tune.temperatures)
                 except (EngineFailed, InvalidInput) as error:
                     self._withdraw(race, setting, concurrency, error)
         return rungs
@@ -318,7 +317,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
     prompts = draw_prompts(suites, spec)
     uses = uses_of(spec, {setting.label(): setting for setting in (*settings, *anchors(settings))} | {BASELINE: OFF})
     with measuring(stage), open_session(spec, suites, uses, stage, concurrencies[-1]) as session:
-        blocks = MeasuredBlocks(BlockRunner(session, prompts.raced), ledger, {run.key: run for run in ledger.entries})
+        blocks = MeasuredBlocks(session, prompts.raced, ledger)
         profile = read_or_measure_profile(stage, spec, blocks, settings, uses, prompts.probed).with_step_rates()
         settings = tuple(dict.fromkeys(replayed.setting for replayed in profile.replays))
         uses |= uses_of(spec, {setting.label(): setting for setting in settings})
@@ -332,7 +331,7 @@ def tune_drafter(spec: TuneStage, stage: Stage) -> tuple[TuneReport, list[Path]]
         winner = lowest.best_drafted("drafter")
         assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
-        began_final, variant = time.monotonic(), drafted(winner.tree)
+        began_final, variant = time.monotonic(), Variant(tree=winner.tree)
 
         def measure(units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
             if not is_measured(session, units, [UNDRAFTED, variant], final_ledger):
@@ -421,10 +420,10 @@ def read_or_measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlock
 
 def _measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlocks, settings: Sequence[Setting],
                      uses: Mapping[str, DrafterUse], prompts: Sequence[Prompt], digest: str) -> TuningProfile:
-    engine, session = blocks.engine, blocks.runner.session
+    engine, session = blocks.engine, blocks.session
     if isinstance(engine, EmbeddedEngine):
         engine.start(uses)
-        return profiling.measure(blocks.runner, _reference_engines(engine, settings, uses), settings, prompts,
+        return profiling.measure(blocks, _reference_engines(engine, settings, uses), settings, prompts,
                                  spec.tune, digest, stage.pause_point)
     anchored = anchors(settings)
     for name, error in engine.start({setting.label(): uses[setting.label()] for setting in anchored}).items():
@@ -441,8 +440,8 @@ def _measure_profile(stage: Stage, spec: TuneStage, blocks: MeasuredBlocks, sett
     except UnsupportedTarget as error:
         stage.event("NoReference", f"acceptance is taken from the anchors, because Eyrie cannot replay this drafting: "
                     f"{error.message}", warning=True)
-    return profiling.measure_from_outside(blocks.runner, engines, settings, anchored, prompts, spec.tune, digest,
-                                          stage.pause_point, blocks.measure)
+    return profiling.measure_from_outside(blocks, engines, settings, anchored, prompts, spec.tune, digest,
+                                          stage.pause_point)
 
 
 def _reference_engines(reference: EmbeddedEngine, settings: Sequence[Setting],

@@ -35,6 +35,7 @@ from eyrie_workers.sglang.checkpoints import (
     read_target,
 )
 from eyrie_workers.sglang.launch import (
+    CapturedStates,
     LaunchPlan,
     adaptive_config,
     launch_arguments,
@@ -138,7 +139,7 @@ def test_an_engine_on_a_cpu_takes_no_more_memory_than_its_requests_can_fill() ->
 
 
 def test_a_server_that_writes_states_drafts_nothing_keeps_no_prefix_and_replays_no_graph() -> None:
-    capturing = plan(setting=OFF, drafter=None, captured_layers=(1, 15, 28), capture_dir="/dev/shm/states")
+    capturing = plan(setting=OFF, drafter=None, captured=CapturedStates((1, 15, 28), "/dev/shm/states"))
     line = launch_arguments(capturing)
     at = line.index("--return-aux-hidden-state-layer-ids")
     assert line[at + 1:at + 4] == ("1", "15", "28")
@@ -324,7 +325,6 @@ def test_facts_are_read_from_config_json_of_any_family() -> None:
                                   "rope_scaling": {"type": "yarn", "factor": 40},
                                   "quantization_config": {"quant_method": "fp8"}})
     assert deepseek.attention.mla
-    assert deepseek.experts
     assert (deepseek.quantised, deepseek.context_length) == ("fp8", 163840)
     gemma = read_target("/m", {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
         "num_hidden_layers": 26, "max_position_embeddings": 32768, "sliding_window": 512,

@@ -52,7 +52,7 @@ def test_every_one_of_several_users_sends_at_least_two_requests_and_a_single_use
     assert num_requests(LoadSpec(requests=1), RequestLevel("closed", 2.0)) == 4
     spec = LoadSpec(concurrencies=(64,), rates_per_s=(64.0,), requests=10, warmup_requests=0)
     assert [num_requests(spec, level) for level in levels(spec)] == [128, 10]
-    assert total_requests(prompts(3), ["a", "b"], spec) == 2 * 138
+    assert total_requests(2, spec) == 2 * 138
 
 
 def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:

@@ -34,12 +34,11 @@ from eyrie_api.contract.reports import ConcurrencyReport
 from eyrie_api.contract.tuning import OFF, Setting
 from eyrie_api.decisions.evidence import speedup_standing
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, DecodingEngine
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import WARMUP_TOKENS, make_request
 from eyrie_workers.measure.intervals import FEWEST_PAIRS, MeasuredBlock
 from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
@@ -83,12 +82,24 @@ class BlockRun(Frozen):
             for name in self.whole if self.answer_s.get(name)})
 
 
-@dataclass(frozen=True)
-class BlockRunner:
-    """Runs blocks of prompts in the session's engine, whose variants have the names that `Setting.label` gives."""
+@dataclass
+class MeasuredBlocks:
+    """Blocks of prompts in the session's engine, whose variants have the names that `Setting.label` gives. Each is
+    measured once: the ledger has those of earlier runs, of a repeated one the last."""
 
     session: Session
     prompts: Sequence[Prompt]
+    ledger: JsonlLedger[BlockRun]
+    runs: dict[BlockRunKey, BlockRun] = field(init=False)
+    repeated: set[int] = field(default_factory=set)
+    """Concurrencies at which blocks were repeated, because a server ended."""
+
+    def __post_init__(self) -> None:
+        self.runs = {run.key: run for run in self.ledger.entries}
+
+    @property
+    def engine(self) -> DecodingEngine:
+        return self.session.engine
 
     def requests(self, concurrency: int, temperature: float, rung: int) -> list[Request]:
         """The block of a rung: the next prompts, cyclically; a repeated prompt gets another noise seed."""
@@ -97,58 +108,40 @@ class BlockRunner:
 
     def some_requests(self, prompts: Sequence[Prompt], temperature: float, start: int, num: int) -> list[Request]:
         """`num` requests from the `start`-th prompt on, cyclically."""
-        bench, requests = self.session.bench, []
+        requests = []
         for index in range(start, start + num):
             repeat, place = divmod(index, len(prompts))
             (unit,) = self.session.units([(0, prompts[place])], [temperature], 1)
-            request = make_request(replace(unit, repeat=repeat), seed=bench.seed, max_new_tokens=bench.max_new_tokens,
-                                   stop_ids=bench.stop_ids)
+            request = self.session.request(replace(unit, repeat=repeat))
             requests.append(replace(request, id=f"{request.id} ({repeat})"))
         return requests
-
-    def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
-        run = self.session.bench.engine.generate(
-            setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
-        depth = setting.tree.num_steps if setting.tree is not None else 0
-        histograms = [(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)]
-        histogram = intervals.add_histograms(histograms)
-        return BlockRun(
-            concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
-            tokens=sum(len(answer.token_ids) for answer in run.answers), accepted_histogram=tuple(histogram),
-            answers={answer.id: answer.token_ids for answer in run.answers},
-            whole=tuple(answer.id for answer in run.answers if answer.whole),
-            answer_s={answer.id: answer.seconds for answer in run.answers})
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
         """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
         for temperature in temperatures:
             short = [replace(request, max_new_tokens=WARMUP_TOKENS)
                      for request in self.requests(concurrency, temperature, 0)[:concurrency]]
-            self.session.bench.engine.generate(setting.label(), short, concurrency, truncate=True)
-
-
-@dataclass(frozen=True)
-class MeasuredBlocks:
-    """Measures blocks, each once: the ledger has those of earlier runs, of a repeated one the last."""
-
-    runner: BlockRunner
-    ledger: JsonlLedger[BlockRun]
-    runs: dict[BlockRunKey, BlockRun]
-    repeated: set[int] = field(default_factory=set)
-    """Concurrencies at which blocks were repeated, because a server ended."""
-
-    @property
-    def engine(self) -> DecodingEngine:
-        return self.runner.session.bench.engine
+            self.engine.generate(setting.label(), short, concurrency, truncate=True)
 
     def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         """One block. The setting's variant must be started unless the ledger has the block."""
         key = (concurrency, temperature, rung, setting.label())
-        if key not in self.runs:
-            run = self.runner.run(setting, concurrency, temperature, rung)
-            self.ledger.append(run)
-            self.runs[key] = run
-        return self.runs[key]
+        if key in self.runs:
+            return self.runs[key]
+        run = self.engine.generate(
+            setting.label(), self.requests(concurrency, temperature, rung), concurrency, truncate=True)
+        depth = setting.tree.num_steps if setting.tree is not None else 0
+        histograms = [(0,) * (depth + 1), *(answer.accepted_histogram for answer in run.answers)]
+        block = BlockRun(
+            concurrency=concurrency, temperature=temperature, rung=rung, variant=setting.label(), seconds=run.seconds,
+            tokens=sum(len(answer.token_ids) for answer in run.answers),
+            accepted_histogram=intervals.add_histograms(histograms),
+            answers={answer.id: answer.token_ids for answer in run.answers},
+            whole=tuple(answer.id for answer in run.answers if answer.whole),
+            answer_s={answer.id: answer.seconds for answer in run.answers})
+        self.ledger.append(block)
+        self.runs[key] = block
+        return block
 
     def turns(self, active: Sequence[Setting], concurrency: int, blocks: Sequence[tuple[float, int]], first_turn: int,
               all_ready: bool) -> Iterator[tuple[Setting, tuple[float, int]]]:
@@ -209,7 +202,7 @@ class ConcurrentBenchmark:
         self._spec, self._setting, self._blocks = spec, setting, blocks
         self._policy = PromotionPolicy(min_speedup=min_speedup)
         # Pairs of each temperature, at most.
-        num_requests = 2 * len(blocks.runner.prompts) * spec.repeats
+        num_requests = 2 * len(blocks.prompts) * spec.repeats
         self._most = {concurrency: max(2 * FEWEST_PAIRS, math.ceil(num_requests / block_size(concurrency)))
                       for concurrency in spec.concurrencies if concurrency > 1}
 
@@ -225,7 +218,7 @@ class ConcurrentBenchmark:
         for concurrency in self._most:
             for setting in (OFF, self._setting) if all_ready else ():
                 stage.pause_point()
-                self._blocks.runner.warm_up(setting, concurrency, self._spec.temperatures)
+                self._blocks.warm_up(setting, concurrency, self._spec.temperatures)
             while blocks := self._next_blocks(concurrency, 1 if all_ready else RUNGS_PER_START):
                 for setting, (temperature, rung) in self._blocks.turns(
                         (OFF, self._setting), concurrency, blocks, blocks[0][1], all_ready):
@@ -266,9 +259,9 @@ class ConcurrentBenchmark:
         drafted, plain = ([pair[side] for pair in pairs] for side in (0, 1))
         ratio, interval = speedup(pairs)
         compared = temperature == 0.0 or self._blocks.engine.same_samples
-        session, lines, ties = self._blocks.runner.session, list[str](), 0
+        session, lines, ties = self._blocks.session, list[str](), 0
         for ours, theirs in pairs if compared else ():
-            for request in self._blocks.runner.requests(ours.concurrency, ours.temperature, ours.rung):
+            for request in self._blocks.requests(ours.concurrency, ours.temperature, ours.rung):
                 answer, undrafted = comparable(ours, theirs, request.id)
                 if answer != undrafted:
                     divergence = explain(session.judge, request.id, request.prompt_ids, undrafted, answer,

@@ -5,7 +5,6 @@ it counts as identical only if every repeat is.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -19,63 +18,37 @@ from eyrie_workers.measure import intervals
 from eyrie_workers.measure.benchmark.losslessness import Divergence, explain
 from eyrie_workers.measure.benchmark.repetition import repeated_share, tau_of_new_text
 from eyrie_workers.measure.benchmark.session import Session
-from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, Variant, unit_seed
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, Variant
 from eyrie_workers.measure.intervals import Tally
-
-PromptKey = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class PromptResult:
-    """One prompt at one temperature: all repeats of the baseline and of one drafted variant."""
-
-    baseline: tuple[Sample, ...]
-    drafted: tuple[Sample, ...]
-
-    @property
-    def identical(self) -> bool:
-        """Whether drafting changed no token in any repeat."""
-        return all(b.token_ids == d.token_ids for b, d in zip(self.baseline, self.drafted, strict=True))
-
-    @property
-    def tally(self) -> Tally:
-        return Tally(
-            tokens=_tokens(self.drafted), seconds=sum(s.seconds for s in self.drafted),
-            baseline_tokens=_tokens(self.baseline), baseline_seconds=sum(s.seconds for s in self.baseline))
-
-
-def by_prompt(entries: Iterable[Entry], variant: str, temperature: float) -> dict[PromptKey, PromptResult]:
-    """Results of one variant at one temperature. Prompts that the variant has not answered are left out."""
-    grouped: dict[PromptKey, list[Entry]] = {}
-    for entry in entries:
-        if entry.temperature == temperature and variant in entry.samples:
-            grouped.setdefault((entry.suite, entry.prompt_id), []).append(entry)
-    return {
-        key: PromptResult(tuple(e.samples[BASELINE] for e in group), tuple(e.samples[variant] for e in group))
-        for key, group in grouped.items()
-    }
 
 
 def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: DraftTreeShape,
                 divergences: Sequence[str] = (), near_ties: int = 0, seed: int = 0, *,
                 compared: bool = True) -> CellReport:
-    """One suite at one temperature. Raises ValueError when nothing was measured there."""
-    results = list(by_prompt((e for e in entries if e.suite == suite), tree.label(), temperature).values())
-    if not results:
+    """One suite at one temperature. Prompts that the variant has not answered are left out. Raises ValueError when
+    nothing was measured there."""
+    # All repeats of each prompt: the drafted answer, and that of the baseline.
+    repeats: dict[str, list[tuple[Sample, Sample]]] = {}
+    for entry in entries:
+        if (entry.suite, entry.temperature) == (suite, temperature) and tree.label() in entry.samples:
+            repeats.setdefault(entry.prompt_id, []).append((entry.samples[tree.label()], entry.samples[BASELINE]))
+    if not repeats:
         raise ValueError(f"nothing was measured for suite {suite!r} at temperature {temperature}")
-    drafted = [sample for result in results for sample in result.drafted]
-    baseline = [sample for result in results for sample in result.baseline]
-    tallies = [result.tally for result in results]
+    drafted, baseline = ([pair[side] for pairs in repeats.values() for pair in pairs] for side in (0, 1))
+    tallies = [Tally(_tokens(ours), sum(sample.seconds for sample in ours),
+                     _tokens(theirs), sum(sample.seconds for sample in theirs))
+               for ours, theirs in (zip(*pairs, strict=True) for pairs in repeats.values())]
     histogram = intervals.add_histograms([sample.accepted_histogram for sample in drafted])
     speedup = intervals.speed_ratio(tallies)
     return CellReport(
-        suite=suite, temperature=temperature, tree=tree, prompts=len(results), tokens=_tokens(drafted),
+        suite=suite, temperature=temperature, tree=tree, prompts=len(repeats), tokens=_tokens(drafted),
         tau=intervals.acceptance_length(histogram), acceptance=intervals.conditional_acceptance(histogram),
         accepted_histogram=histogram,
         tokens_per_s=rate(drafted), baseline_tokens_per_s=rate(baseline), speedup=speedup,
         speedup_interval=intervals.ratio_interval(speedup, np.array(tallies), seed),
         ttft_s=median(s.ttft_s for s in drafted),
-        baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
+        baseline_ttft_s=median(s.ttft_s for s in baseline),
+        identical=sum(all(ours.token_ids == theirs.token_ids for ours, theirs in pairs) for pairs in repeats.values()),
         near_ties=near_ties, compared=compared, divergences=tuple(divergences),
         repeated_share=repeated_share(drafted), tau_of_new_text=tau_of_new_text(drafted))
 
@@ -96,14 +69,14 @@ def report_cells(session: Session, measured: Sequence[tuple[Unit, Entry]],
     cells, entries = [], [entry for _, entry in measured]
     for suite in session.suites:
         for temperature in session.spec.temperatures:
-            compared = temperature == 0.0 or session.bench.engine.same_samples
+            compared = temperature == 0.0 or session.engine.same_samples
             differing: list[Divergence] = []
             for unit, entry in measured if compared else ():
                 plain, drafted = entry.samples[BASELINE].token_ids, entry.samples[variant.title].token_ids
                 # The judge of the session is loaded only when an answer differs.
                 if (unit.prompt.suite, unit.temperature) == (suite, temperature) and plain != drafted:
                     divergence = explain(session.judge, unit.prompt.id, unit.prompt_ids, plain, drafted,
-                                         temperature=temperature, seed=unit_seed(unit, session.spec.seed))
+                                         temperature=temperature, seed=unit.seed(session.spec.seed))
                     assert divergence is not None
                     differing.append(divergence)
             lines = [divergence.line(session.dtype) for divergence in differing]
@@ -122,4 +95,4 @@ def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries
         lossless=all(is_lossless(cell.prompts, cell.identical, cell.near_ties) for cell in cells if cell.compared),
         speedup=sum(cell.speedup for cell in cells) / len(cells),
         baseline_tokens_per_s=rate([entry.samples[BASELINE] for entry in entries]),
-        engine=session.bench.engine.describe(), environment=environment(session.dtype), seconds=seconds)
+        engine=session.engine.describe(), environment=environment(session.dtype), seconds=seconds)

@@ -5,32 +5,35 @@ eliminations follow from the spec alone, so a resumed run measures what an unint
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.contract.benchmark import BenchmarkSpec
+from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.stages import BenchmarkStage, MeasuringStage, TuneStage
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt, load_suite
-from eyrie_workers.engines.decoding_engine import DecodingEngine, EmbeddedEngine, check_temperatures
+from eyrie_workers.engines.decoding_engine import WARMUP_TOKENS, DecodingEngine, EmbeddedEngine
 from eyrie_workers.engines.parent_death_signal import adopt_orphans
 from eyrie_workers.engines.server_keeper import keeper
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine import GpuReading, ProcessorTime, cpu_count, gpu_interference, interference, machine_lock
-from eyrie_workers.measure.benchmark.variants import BASELINE, Bench, Entry, Sample, Unit, UnitKey, Variant, entry_of
+from eyrie_workers.measure.benchmark.variants import BASELINE, Entry, Sample, Unit, UnitKey, Variant
 from eyrie_workers.measure.intervals import interleaved
 from eyrie_workers.sglang.local_hardware import gpu_groups, own_gpus, visible_gpus
 from eyrie_workers.sglang.managed_engine import SglangEngine
 from eyrie_workers.sglang.servers import ServerHistory, ServerPlan
+from eyrie_workers.speculation.requests import Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
@@ -50,16 +53,18 @@ stage repeats at most so many."""
 _SHORTEST_ANSWER = 16  # tokens that must fit behind a prompt; a shorter answer would measure mostly prefill
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """Everything loaded that a measurement needs."""
+    """Everything loaded that a measurement needs. The engine's variants have the names that `Variant.title` gives."""
 
-    bench: Bench
+    engine: DecodingEngine
     target_path: Path
     tokenizer: ChatTokenizer
     suites: Suites  # all prompts of every suite, in the order of `load_suite`
     spec: BenchmarkSpec
     dtype: Dtype
+    repeated: bool = False
+    """A unit was measured once more, because a server ended in it."""
 
     @cached_property
     def context_length(self) -> int:
@@ -69,14 +74,15 @@ class Session:
     @cached_property
     def target(self) -> TargetModel:
         """The reference implementation of the target: the embedded engine's own, otherwise loaded at first use."""
-        engine = self.bench.engine
-        return engine.target if isinstance(engine, EmbeddedEngine) else load_target(self.target_path, self.dtype)
+        if isinstance(self.engine, EmbeddedEngine):
+            return self.engine.target
+        return load_target(self.target_path, self.dtype)
 
     @cached_property
     def judge(self) -> StateSource | None:
         """What the target's own choices are read from where answers differ: its reference implementation, or else its
         model in transformers; None where SGLang alone reads its weights."""
-        if isinstance(self.bench.engine, EmbeddedEngine) or "target" in self.__dict__:
+        if isinstance(self.engine, EmbeddedEngine) or "target" in self.__dict__:
             return self.target
         return open_judge(self.target_path, self.dtype)
 
@@ -108,6 +114,41 @@ class Session:
             return None
         return replace(unit, prompt_ids=ids,
                        prompt=replace(prompt, id=name, messages=messages, further=prompt.further[1:]))
+
+    def request(self, unit: Unit) -> Request:
+        return Request(
+            id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids),
+            max_new_tokens=self.spec.max_new_tokens, sampling=SamplingSpec(temperature=unit.temperature),
+            seed=unit.seed(self.spec.seed), stop_ids=tuple(self.tokenizer.eos_ids))
+
+    def warm_up(self, units: Sequence[Unit], variants: Sequence[Variant], between: Callable[[], None]) -> None:
+        """Answer the beginning of some prompts in every variant without timing: kernels are selected, memory is
+        mapped."""
+        for variant in variants:  # one after the other: where servers replace each other, each is started once
+            for unit in units:
+                between()
+                request = self.request(unit)
+                short = replace(request, max_new_tokens=min(request.max_new_tokens, WARMUP_TOKENS))
+                self.engine.generate(variant.title, [short], 1)
+
+    def measure(self, unit: Unit, variants: Sequence[Variant], between: Callable[[], None]) -> Entry:
+        """Answer one unit in every variant, in the order of its turn; once more, the first time that a server ends in
+        it, since its start would lie between the answers that are compared."""
+        samples, restarts = {}, self.engine.restarts
+        for variant in interleaved(variants, unit.turn):
+            between()
+            samples[variant.title] = self.time(unit, variant)
+        if self.engine.restarts > restarts and not self.repeated:
+            self.repeated = True
+            return self.measure(unit, variants, between)
+        return unit.entry(samples)
+
+    def time(self, unit: Unit, variant: Variant) -> Sample:
+        run = self.engine.generate(variant.title, [self.request(unit)], 1)
+        (answer,) = run.answers
+        return Sample(
+            token_ids=answer.token_ids, seconds=run.seconds, cpu_seconds=run.cpu_seconds, ttft_s=answer.ttft_s,
+            rounds=answer.rounds, accepted_histogram=answer.accepted_histogram, accepted=answer.accepted)
 
 
 def read_suites(spec: MeasuringStage, stage: Stage) -> Suites:
@@ -171,11 +212,12 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
     if isinstance(spec, TuneStage):
         temperatures["tune.temperatures"] = spec.tune.temperatures
     for field, values in temperatures.items():
-        check_temperatures(engine, [use.setting for use in possible.values()], values, field)
-    bench = Bench(engine, seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
-                  stop_ids=tuple(tokenizer.eos_ids))
+        for temperature, use in product(values, possible.values()):
+            if (why := engine.refusal(use.setting, temperature)) is not None:
+                raise InvalidInput(f"{field} contains {temperature:g}: {why}",
+                                   f"set {field} to [0], or engine.kind to embedded")
     try:
-        yield Session(bench, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
+        yield Session(engine, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
     except BaseException:
         engine.stop()
         raise
@@ -185,7 +227,7 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, possible: Map
 
 def start_all(session: Session, uses: Mapping[str, DrafterUse]) -> None:
     """Start all of a measurement's variants. Raises the error of the first that cannot start."""
-    for error in session.bench.engine.start(uses).values():
+    for error in session.engine.start(uses).values():
         raise error
 
 
@@ -265,7 +307,7 @@ def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Va
         done += len(entry.samples)
         stage.progress(done, max(done, total), "answers", f"{entry.suite}/{entry.prompt_id}")
 
-    resident = session.bench.engine.num_resident
+    resident = session.engine.num_resident
     wave = list(units) if resident is not None and resident < len(variants) else []
     number = 0
     # Making one variant ready replaces another: each variant answers `_UNITS_PER_START` units before the next, in an
@@ -279,9 +321,9 @@ def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Va
             for variant in interleaved(variants, number):
                 for unit in part:
                     stage.pause_point()
-                    samples[unit.key][variant.title] = session.bench.time(unit, variant)
+                    samples[unit.key][variant.title] = session.time(unit, variant)
             for unit in part:
-                add(entry_of(unit, samples[unit.key]))
+                add(unit.entry(samples[unit.key]))
             number += 1
         later = (session.next_turn(unit, known[unit.key].samples[BASELINE].token_ids) for unit in wave)
         wave = [unit for unit in later if unit is not None]
@@ -289,7 +331,7 @@ def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Va
     for first in units:
         for unit in _conversation(session, first, known):
             if unit.key not in known:
-                add(session.bench.measure(unit, variants, stage.pause_point))
+                add(session.measure(unit, variants, stage.pause_point))
             measured.append((unit, known[unit.key]))
     return measured
 

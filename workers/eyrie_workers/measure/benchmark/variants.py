@@ -6,37 +6,32 @@ that changes from prompt to prompt (`eyrie_workers.measure.intervals`).
 
 The whole request is timed at concurrency 1, prefill included (the drafter's prefill too, in a drafted variant). Wall
 time gives tokens per second; the CPU time of the engine's processes is recorded as a cross-check for a busy machine.
-One `Sample` per variant, one `Entry` per unit: a line of the ledger.
+One `Sample` per variant, one `Entry` per unit: a line of the ledger. `session.Session` measures them.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eyrie_api.contract.engine import DraftTreeShape, SamplingSpec
+from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.model import Frozen
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.engines.decoding_engine import DecodingEngine
-from eyrie_workers.measure.intervals import interleaved
-from eyrie_workers.speculation.requests import Request
+
+BASELINE = "baseline"
 
 
 class Variant(Frozen):
-    """One configuration under measurement. All variants of a measurement share target, prompts, seeds and noise."""
+    """One configuration under measurement: the measured drafter in one draft-tree shape, or no drafting. All variants
+    of a measurement share target, prompts, seeds and noise."""
 
-    title: str
-    """Its name in ledgers and reports; unique within a measurement."""
+    tree: DraftTreeShape | None = None
 
-    tree: DraftTreeShape | None
-
-
-def drafted(tree: DraftTreeShape) -> Variant:
-    """The measured drafter in one draft-tree shape, named after the shape."""
-    return Variant(title=tree.label(), tree=tree)
+    @property
+    def title(self) -> str:
+        """Its name in ledgers and reports; unique within a measurement."""
+        return BASELINE if self.tree is None else self.tree.label()
 
 
-BASELINE = "baseline"
-UNDRAFTED = Variant(title=BASELINE, tree=None)
+UNDRAFTED = Variant()
 
 UnitKey = tuple[str, str, float, int]
 """Suite, prompt id, temperature, repeat: identifies a unit, and the entry with its answers."""
@@ -74,9 +69,6 @@ class Entry(Frozen):
         return (self.suite, self.prompt_id, self.temperature, self.repeat)
 
 
-WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
-
-
 @dataclass(frozen=True)
 class Unit:
     """What all variants answer before the next unit begins: a prompt at a temperature, in the n-th repeat."""
@@ -91,61 +83,11 @@ class Unit:
     def key(self) -> UnitKey:
         return (self.prompt.suite, self.prompt.id, self.temperature, self.repeat)
 
+    def seed(self, seed: int) -> int:
+        """Of the noise: equal for all variants, different for every prompt and repeat."""
+        text = f"{seed}:{self.prompt.suite}:{self.prompt.id}:{self.repeat}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
-def unit_seed(unit: Unit, seed: int) -> int:
-    """Noise seed of a unit: equal for all variants, different for every prompt and repeat."""
-    text = f"{seed}:{unit.prompt.suite}:{unit.prompt.id}:{unit.repeat}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-
-
-def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequence[int]) -> Request:
-    return Request(
-        id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids), max_new_tokens=max_new_tokens,
-        sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
-
-
-def entry_of(unit: Unit, samples: dict[str, Sample]) -> Entry:
-    return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature, repeat=unit.repeat,
-                 samples=samples)
-
-
-@dataclass
-class Bench:
-    """An engine, whose variants have the names that `Variant.title` gives, and what all its measurements share."""
-
-    engine: DecodingEngine
-    seed: int
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    repeated: bool = False
-    """A unit was measured once more, because a server ended in it."""
-
-    def warm_up(self, units: Sequence[Unit], variants: Sequence[Variant], between: Callable[[], None]) -> None:
-        """Answer the beginning of some prompts in every variant without timing: kernels are selected, memory is
-        mapped."""
-        for variant in variants:  # one after the other: where servers replace each other, each is started once
-            for unit in units:
-                between()
-                request = make_request(unit, seed=self.seed, stop_ids=self.stop_ids,
-                                       max_new_tokens=min(self.max_new_tokens, WARMUP_TOKENS))
-                self.engine.generate(variant.title, [request], 1)
-
-    def measure(self, unit: Unit, variants: Sequence[Variant], between: Callable[[], None]) -> Entry:
-        """Answer one unit in every variant, in the order of its turn; once more, the first time that a server ends in
-        it, since its start would lie between the answers that are compared."""
-        samples, restarts = {}, self.engine.restarts
-        for variant in interleaved(variants, unit.turn):
-            between()
-            samples[variant.title] = self.time(unit, variant)
-        if self.engine.restarts > restarts and not self.repeated:
-            self.repeated = True
-            return self.measure(unit, variants, between)
-        return entry_of(unit, samples)
-
-    def time(self, unit: Unit, variant: Variant) -> Sample:
-        request = make_request(unit, seed=self.seed, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
-        run = self.engine.generate(variant.title, [request], 1)
-        (answer,) = run.answers
-        return Sample(
-            token_ids=answer.token_ids, seconds=run.seconds, cpu_seconds=run.cpu_seconds, ttft_s=answer.ttft_s,
-            rounds=answer.rounds, accepted_histogram=answer.accepted_histogram, accepted=answer.accepted)
+    def entry(self, samples: dict[str, Sample]) -> Entry:
+        return Entry(suite=self.prompt.suite, prompt_id=self.prompt.id, temperature=self.temperature,
+                     repeat=self.repeat, samples=samples)

@@ -125,12 +125,7 @@ def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
     variants = []
     for name, url in urls.items():
         parse_url(url)
-        key = None
-        if name in variables:
-            key = os.environ.get(variables[name])
-            if not key:
-                raise InvalidInput(f"--api-key-env names {variables[name]}, which is not set",
-                                   f"export {variables[name]}=<key>, or leave the option out")
+        key = read_key(variables.get(name))
         model = models.get(name)
         if not model:
             listed = asyncio.run(served_models(url, key, _MODELS_TIMEOUT_S))
@@ -140,6 +135,14 @@ def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
             model = listed[0]
         variants.append(LoadEndpoint(name, url, model, key, what.get(name, "")))
     return variants
+
+
+def read_key(variable: str | None) -> str | None:
+    """The API key in an environment variable, if one is named. Raises InvalidInput when it is not set."""
+    if variable is not None and not os.environ.get(variable):
+        raise InvalidInput(f"--api-key-env names {variable}, which is not set",
+                           f"export {variable}=<key>, or leave the option out")
+    return None if variable is None else os.environ[variable]
 
 
 def read_prompts(sources: Sequence[str], seed: int) -> list[Prompt]:

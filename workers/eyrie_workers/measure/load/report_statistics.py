@@ -17,6 +17,7 @@ the processor for a few seconds widens it; resampling prompts does not see that.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -76,15 +77,19 @@ def meets_slo(result: RequestResult, slo: ServiceLevel) -> bool:
 def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
     """Statistics of one variant at one level, of one category or all. `drafting`: whether the variant drafts."""
     completed = [result for result in results if result.failure is None]
-    failed: dict[str, int] = {}
-    for result in results:
-        if result.failure is not None:
-            failed[result.failure] = failed.get(result.failure, 0) + 1
+    failed = Counter(result.failure for result in results if result.failure is not None)
     tokens = sum(result.tokens for result in completed)
     rates, num_rated = _rates(completed)
     histograms = [result.histogram for result in completed if result.histogram is not None] if drafting else []
-    histogram = intervals.add_histograms(histograms)
-    has_rounds = sum(histogram) > 0
+    histogram, tau_interval = intervals.add_histograms(histograms), None
+    if has_rounds := sum(histogram) > 0:
+        by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
+        for result in completed:
+            if result.histogram is not None and sum(result.histogram) > 0:
+                by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
+        around = intervals.acceptance_interval(intervals.rounds_and_accepted(
+            map(intervals.add_histograms, by_prompt.values())), spec.seed)
+        tau_interval = around.model_copy(update={"low": max(1.0, around.low)})
     return LoadCell(
         requests=len(results), completed=len(completed), failed=dict(sorted(failed.items())), output_tokens=tokens,
         seconds=seconds, tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
@@ -95,7 +100,7 @@ def load_cell(results: Sequence[RequestResult], seconds: float, spec: LoadSpec, 
         goodput_per_s=sum(meets_slo(result, spec.slo) for result in results) / seconds
         if spec.slo is not None and seconds > 0 else None,
         tau=intervals.acceptance_length(histogram) if has_rounds else None,
-        tau_interval=_tau_interval(completed, spec.seed) if has_rounds else None,
+        tau_interval=tau_interval,
         acceptance=intervals.conditional_acceptance(histogram), accepted_histogram=histogram)
 
 
@@ -130,7 +135,6 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
     user = _ratio(ours.total, theirs.total)
     if not throughput or not user:
         return None
-    compared, identical = _identical(pairs)
     near = paired_ratios(variant, baseline)
     by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
                    for name in ours.by_category.keys() & theirs.by_category.keys()}
@@ -146,7 +150,7 @@ def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) ->
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
         if ours.total.ttft_s is not None and theirs.total.ttft_s is not None and theirs.total.ttft_s.p99 > 0 else None,
         by_category={name: by_category[name] for name in ours.by_category if by_category.get(name)},
-        compared=compared, identical=identical)
+        compared=len(pairs), identical=_num_identical(pairs))
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,10 @@ def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
 Pair = tuple[list[RequestResult], list[RequestResult]]
 
 
-def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
-    """Number of prompts that both completed, and of those with equal outputs in all repeats."""
-    compared = identical = 0
+def _num_identical(pairs: Iterable[Pair]) -> int:
+    """Number of prompts with equal outputs in all repeats."""
+    identical = 0
     for ours, theirs in pairs:
-        compared += 1
         # The seed depends on repeat and index, so only results of the same scheduled request can be equal.
         by_request = {(result.repeat, result.index): result for result in theirs}
         matching = [(result, by_request[key]) for result in ours
@@ -258,7 +261,7 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
         identical += bool(matching) and all(
             first.ids_digest == second.ids_digest if first.ids_digest is not None and second.ids_digest is not None
             else first.digest == second.digest for first, second in matching)
-    return compared, identical
+    return identical
 
 
 def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
@@ -270,19 +273,3 @@ def _rates(results: Sequence[RequestResult]) -> tuple[float, float]:
 def _fields(pairs: Iterable[Pair], summed: Callable[[Sequence[RequestResult]], tuple[float, float]]) -> FloatArray:
     """Of `intervals.ratio_interval`: two sums over the results of each prompt, for both variants."""
     return np.array([(*summed(ours), *summed(theirs)) for ours, theirs in pairs], dtype=np.float64)
-
-
-def _tau_interval(completed: Sequence[RequestResult], seed: int) -> Interval:
-    """Interval of the acceptance length, by resampling prompts; at least 1."""
-    by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
-    for result in completed:
-        if result.histogram is not None and sum(result.histogram) > 0:
-            by_prompt.setdefault((result.category, result.prompt_id), []).append(result.histogram)
-    summed = [intervals.add_histograms(histograms) for histograms in by_prompt.values()]
-    value = intervals.acceptance_length(intervals.add_histograms(summed))
-    if len(summed) < 2:
-        return Interval(low=value, high=value)
-    fields = np.array([(sum(k * n for k, n in enumerate(h)), sum(h)) for h in summed], dtype=np.float64)
-    error = intervals.standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1], seed)
-    around = intervals.interval_around(value, error, len(summed))
-    return Interval(low=max(1.0, around.low), high=around.high)

@@ -112,7 +112,7 @@ def measure_in_turn(names: Sequence[str], ready: Callable[[str], LoadEndpoint | 
     """
     order = [baseline, *(name for name in names if name != baseline)]
     order += [baseline] if len(order) > 1 else []
-    total = sum(total_requests(prompts, [name], spec) for name in order)
+    total = total_requests(len(order), spec)
     parts, model = [], ""
     for number, name in enumerate(order):
         endpoint = ready(name)
@@ -192,7 +192,7 @@ class _LoadTest:
         self._own = own
         self._warmup: Sequence[LoadRequest] = ()
         self._done = 0
-        self._total = total_requests(prompts, list(self._clients), spec)
+        self._total = total_requests(len(self._clients), spec)
         self._label = ""
         self._unparsed: asyncio.Queue[RawResponse | None] = asyncio.Queue(_MAX_UNPARSED)
 

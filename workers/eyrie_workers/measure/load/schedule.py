@@ -16,7 +16,7 @@ server does not contain the first measured prompts.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from typing import Literal
 
 from eyrie_api.contract.load import LoadSpec, fewest_requests
@@ -89,14 +89,10 @@ def blocks(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -
 def arrivals(spec: LoadSpec, level: RequestLevel, repeat: int, num: int) -> list[float]:
     """Arrival times of an open loop in seconds from the start of its block: a Poisson process with a fixed seed."""
     random_source = random.Random(f"{spec.seed}/{level.value}/{repeat}")
-    at, times = 0.0, []
-    for _ in range(num):
-        times.append(at)
-        at += random_source.expovariate(level.value)
-    return times
+    gaps = (random_source.expovariate(level.value) for _ in range(num - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
-def total_requests(prompts: Sequence[Prompt], variants: Sequence[str], spec: LoadSpec) -> int:
+def total_requests(num_variants: int, spec: LoadSpec) -> int:
     """Number of requests of the test, warm-up included."""
-    return sum(len(block.warmup) + len(block.requests) for repeat in blocks(prompts, variants, spec)
-               for block in repeat)
+    return num_variants * sum(spec.warmup_requests + spec.repeats * num_requests(spec, level) for level in levels(spec))

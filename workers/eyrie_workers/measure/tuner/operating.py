@@ -20,15 +20,7 @@ from itertools import pairwise
 from pydantic import JsonValue
 
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.tuning import (
-    FINAL_TIMES,
-    OFF,
-    OperatingMap,
-    OperatingPoint,
-    Setting,
-    Trial,
-    TuneSpec,
-)
+from eyrie_api.contract.tuning import FINAL_TIMES, OFF, OperatingMap, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_workers.data.suites import Prompt, select
 from eyrie_workers.measure.tuner.predict import PredictedSpeed
 from eyrie_workers.measure.tuner.race import TIE

@@ -293,17 +293,17 @@ def needed_taus(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurre
     shapes = {setting.tree.num_steps: setting for setting in done  # costs of equal depths are equal
               if setting.method == "drafter" and setting.tree is not None and setting.tree.top_k == 1}
     decoded = {temperature: plain for temperature, plain in done[off].items() if plain.rounds}
-
-    def round_s(setting: Setting, concurrency: int, temperature: float, nodes: int) -> float:
-        return (costs.verify_s(concurrency, temperature, nodes, False)
-                + costs.draft_s(concurrency, temperature, setting))
-
-    def budget_s(setting: Setting, concurrency: int, temperature: float, plain: ReplayedRounds) -> float:
-        """Of a round that emits one token: what the answers may take, without their prefills."""
-        seconds = plain.tokens / tokens_per_s(off, plain, concurrency, temperature, costs) / min_speedup
-        return (seconds - plain.requests * costs.prefill_s[setting.method]) * concurrency / plain.rounds
-
-    return tuple(NeededTau(users=concurrency, num_steps=depth, tau=needed_tau(
-        depth, fmean(round_s(setting, concurrency, temperature, depth + 1) for temperature in decoded),
-        fmean(budget_s(setting, concurrency, temperature, plain) for temperature, plain in decoded.items())))
-        for concurrency in concurrencies for depth, setting in sorted(shapes.items()) if decoded)
+    needed = []
+    for concurrency in concurrencies if decoded else ():
+        for depth, setting in sorted(shapes.items()):
+            rounds_s, budgets_s = [], []
+            for temperature, plain in decoded.items():
+                rounds_s.append(costs.verify_s(concurrency, temperature, depth + 1, False)
+                                + costs.draft_s(concurrency, temperature, setting))
+                # Of a round that emits one token: what the answers may take, without their prefills.
+                seconds = plain.tokens / tokens_per_s(off, plain, concurrency, temperature, costs) / min_speedup
+                budgets_s.append((seconds - plain.requests * costs.prefill_s[setting.method]) * concurrency
+                                 / plain.rounds)
+            needed.append(NeededTau(users=concurrency, num_steps=depth,
+                                    tau=needed_tau(depth, fmean(rounds_s), fmean(budgets_s))))
+    return tuple(needed)

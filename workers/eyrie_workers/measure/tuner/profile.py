@@ -33,7 +33,7 @@ from eyrie_api.contract.model import Frozen
 from eyrie_api.contract.tuning import OFF, DraftTime, Method, NeededTau, Setting, StepTime, TuneSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.data.suites import Prompt
-from eyrie_workers.measure.benchmark.blocks import BlockRun, BlockRunner
+from eyrie_workers.measure.benchmark.blocks import BlockRun, MeasuredBlocks
 from eyrie_workers.measure.tuner import anchors
 from eyrie_workers.measure.tuner.predict import (
     ContinuationNodes,
@@ -50,43 +50,46 @@ from eyrie_workers.measure.tuner.predict import (
 )
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
 _MOST_REPEATS = 100  # of the prompts; beyond it the answers are too short to have timed rounds
 
 
-@dataclass(frozen=True)
-class Round:
-    """One round with all slots taken."""
-
-    shape: DraftTreeShape | None
-    nodes: int  # verified per row, root included
-    draft_s: float
-    verify_s: float
-
-
 @dataclass
 class Probe:
-    """The timed rounds and the answers of one run."""
+    """The answers of one run, and the seconds of its rounds with all slots taken."""
 
     texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # answers by request
-    rounds: list[Round] = field(default_factory=list)
+    verify_s: dict[tuple[bool, int], list[float]] = field(default_factory=dict)
+    """By whether the shape is a tree, and the nodes verified per row, root included."""
+
+    draft_s: dict[DraftTreeShape, list[float]] = field(default_factory=dict)
+    """Without the rounds that do not draft: in these the drafter only settles pairs."""
+
     prefill_s: list[float] = field(default_factory=list)  # prefill seconds of each request
 
 
 def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, shapes: Sequence[DraftTreeShape | None],
               between: Callable[[], None], rounds: int) -> Probe:
     """Answer all requests at this concurrency in alternating shapes. Leaves the engine idle."""
-    probe, rotation = Probe(), _ShapeRotation(dict.fromkeys(shapes, 0))
-    engine.set_tree_schedule(rotation, [shape for shape in shapes if shape is not None])
+    probe, counts = Probe(), dict.fromkeys(shapes, 0)
+    last: DraftTreeShape | None = None
+
+    def least_counted(_num_rows: int) -> DraftTreeShape | None:
+        """The shape of each round: the first of those with the fewest counted rounds."""
+        nonlocal last
+        last = min(counts, key=lambda shape: counts[shape])
+        return last
+
+    engine.set_tree_schedule(least_counted, [shape for shape in shapes if shape is not None])
     rows = min(concurrency, len(requests))
     names = {request.id for request in requests}
     repeat = 0
     waiting = list(requests)
     while True:
-        if not waiting and min(rotation.counts.values()) < rounds:
+        if not waiting and min(counts.values()) < rounds:
             repeat += 1
             if repeat > _MOST_REPEATS:
                 raise InvalidInput(f"answers are too short to time {rounds} rounds at concurrency {concurrency}",
@@ -106,10 +109,12 @@ def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, sha
         probe.prefill_s += [(spent.prefill_s - before.prefill_s) / admitted] * admitted if admitted else []
         # A round counts only when every slot decoded in it: otherwise it ran at a lower concurrency.
         if len(steps) - admitted == rows:
-            probe.rounds.append(Round(rotation.last, spent.nodes - before.nodes, spent.draft_s - before.draft_s,
-                                      spent.verify_s - before.verify_s))
-            rotation.counts[rotation.last] += 1
-        if len(probe.texts) == len(requests) and min(rotation.counts.values()) >= rounds:
+            kind = (last is not None and last.top_k > 1, spent.nodes - before.nodes)
+            probe.verify_s.setdefault(kind, []).append(spent.verify_s - before.verify_s)
+            if last is not None:
+                probe.draft_s.setdefault(last, []).append(spent.draft_s - before.draft_s)
+            counts[last] += 1
+        if len(probe.texts) == len(requests) and min(counts.values()) >= rounds:
             break
     for request in requests:
         for number in range(repeat + 1):
@@ -120,38 +125,6 @@ def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, sha
 
 def _repeat_id(request: Request, repeat: int) -> str:
     return f"{request.id} (repeat {repeat})" if repeat else request.id
-
-
-@dataclass
-class _ShapeRotation:
-    """The shape of each round: the first of those with the fewest counted rounds."""
-
-    counts: dict[DraftTreeShape | None, int]
-    last: DraftTreeShape | None = None
-
-    def __call__(self, _num_rows: int) -> DraftTreeShape | None:
-        self.last = min(self.counts, key=lambda shape: self.counts[shape])
-        return self.last
-
-
-def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepTime]:
-    """The curve of target passes: one point per kind and number of nodes."""
-    grouped: dict[tuple[bool, int], list[float]] = {}
-    for timed in probe.rounds:
-        grouped.setdefault((timed.shape is not None and timed.shape.top_k > 1, timed.nodes), []).append(timed.verify_s)
-    return [StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, tree=tree,
-                     verify_s=median(times), rounds=len(times))
-            for (tree, nodes), times in sorted(grouped.items())]
-
-
-def draft_times(probe: Probe, method: Method, concurrency: int, temperature: float) -> list[DraftTime]:
-    """Drafting time by shape. Rounds without drafting are left out: in these the drafter only settles pairs."""
-    grouped: dict[DraftTreeShape, list[float]] = {}
-    for timed in probe.rounds:
-        if timed.shape is not None:
-            grouped.setdefault(timed.shape, []).append(timed.draft_s)
-    return [DraftTime(concurrency=concurrency, temperature=temperature, setting=Setting(method=method, tree=shape),
-                      draft_s=median(times), rounds=len(times)) for shape, times in grouped.items()]
 
 
 _MOST_NODES = 512  # of a DraftTreeShape
@@ -185,65 +158,52 @@ def trace(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer],
             same = [i for i in order if answers[i].temperature == temperature]
             for start in range(0, len(same), rows_at_once):
                 batch = same[start:start + rows_at_once]
-                replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
+                replayed = _replayed(target, drafter, [answers[i] for i in batch], shapes, between)
                 for shape, traces in zip(shapes, replayed, strict=True):
                     by_width[shape.top_k] |= dict(zip(batch, traces, strict=True))
     return {width: [traces[i] for i in range(len(answers))] for width, traces in by_width.items()}
 
 
-class _Batch:
-    """Some answers of one temperature, replayed together."""
-
-    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer],
-                 shapes: Sequence[DraftTreeShape]) -> None:
-        self.drafter, self.answers, self.shapes = drafter, answers, shapes
-        self.vocab_size = target.config.vocab_size
-        self.state: DrafterState = drafter.new_state(len(answers))
-        texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
-        self.aux = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
-        self.tables = [NoiseTable(answer.seed, self.vocab_size) for answer in answers]
-        for row, (answer, aux) in enumerate(zip(answers, self.aux, strict=True)):
-            drafter.admit(self.state, row, answer.prompt_ids)
-            drafter.extend(self.state, CommittedTokens(
-                [row], [0], [[*answer.prompt_ids[1:], answer.token_ids[0]]], aux[None, :len(answer.prompt_ids)]))
-
-    @torch.inference_mode()
-    def run(self, between: Callable[[], None]) -> list[list[Trace]]:
-        """Traces of every row, by shape."""
-        num_steps = self.shapes[0].num_steps
-        kept: list[list[list[ContinuationNodes]]] = [[[] for _ in self.answers] for _ in self.shapes]
-        longest = max(len(answer.token_ids) for answer in self.answers)
-        for position in range(longest - 1):
-            between()
-            rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
-            # [B, S]: the answers' next tokens, -1 beyond their end.
-            ahead = [self.answers[row].token_ids[position + 1:position + 1 + num_steps] for row in rows]
-            following = np.array([[*text, *[-1] * (num_steps - len(text))] for text in ahead], dtype=np.int64)
-            # 1. For each width: propose at this position, find the answer's next tokens in the tree.
-            for shape, of_rows in zip(self.shapes, kept, strict=True):
-                tree = self.drafter.propose(self.state, rows, shape, self._noise(rows, position))
-                located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
-                                 tree.scores.double().cpu().numpy(), following, num_steps)
-                for index, row in enumerate(rows):
-                    of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
-            # 2. Commit the answer's own next token, whatever was proposed.
-            starts = [len(self.answers[row].prompt_ids) + position for row in rows]
-            tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
-            aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
-            self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
-        return [[Trace(len(answer.token_ids), ContinuationNodes(
-            np.array([nodes.needed for nodes in located], dtype=np.int64).reshape(-1, num_steps, num_steps),
-            np.array([nodes.filled for nodes in located], dtype=np.int64).reshape(-1, num_steps)))
-            for answer, located in zip(self.answers, of_rows, strict=True)] for of_rows in kept]
-
-    def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
-        """The engine's noise for the token after `position` and those behind it."""
-        temperature = self.answers[0].temperature
-        if temperature == 0.0:
-            return None
-        ahead = [self.tables[row].at(len(self.answers[row].prompt_ids) + position + 1, self.shapes[0].num_steps + 1)
-                 for row in rows]
-        return RowNoise(torch.full((len(rows),), temperature, dtype=torch.float64), torch.stack(ahead))
+@torch.inference_mode()
+def _replayed(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], shapes: Sequence[DraftTreeShape],
+              between: Callable[[], None]) -> list[list[Trace]]:
+    """Traces of some answers of one temperature, replayed together: by shape, then by answer."""
+    num_steps, temperature = shapes[0].num_steps, answers[0].temperature
+    state = drafter.new_state(len(answers))
+    texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
+    aux_of = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
+    tables = [NoiseTable(answer.seed, target.config.vocab_size) for answer in answers]
+    for row, (answer, aux) in enumerate(zip(answers, aux_of, strict=True)):
+        drafter.admit(state, row, answer.prompt_ids)
+        drafter.extend(state, CommittedTokens(
+            [row], [0], [[*answer.prompt_ids[1:], answer.token_ids[0]]], aux[None, :len(answer.prompt_ids)]))
+    kept: list[list[list[ContinuationNodes]]] = [[[] for _ in answers] for _ in shapes]
+    for position in range(max(len(answer.token_ids) for answer in answers) - 1):
+        between()
+        rows = [row for row, answer in enumerate(answers) if position < len(answer.token_ids) - 1]
+        starts = [len(answers[row].prompt_ids) + position for row in rows]
+        # [B, S]: the answers' next tokens, -1 beyond their end.
+        ahead = [answers[row].token_ids[position + 1:position + 1 + num_steps] for row in rows]
+        following = np.array([[*text, *[-1] * (num_steps - len(text))] for text in ahead], dtype=np.int64)
+        # The engine's noise for the token after `position` and those behind it.
+        noise = None if temperature == 0.0 else RowNoise(
+            torch.full((len(rows),), temperature, dtype=torch.float64),
+            torch.stack([tables[row].at(start + 1, num_steps + 1) for row, start in zip(rows, starts, strict=True)]))
+        # 1. For each width: propose at this position, find the answer's next tokens in the tree.
+        for shape, of_rows in zip(shapes, kept, strict=True):
+            tree = drafter.propose(state, rows, shape, noise)
+            located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
+                             tree.scores.double().cpu().numpy(), following, num_steps)
+            for index, row in enumerate(rows):
+                of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
+        # 2. Commit the answer's own next token, whatever was proposed.
+        tokens = [[answers[row].token_ids[position + 1]] for row in rows]
+        aux = torch.stack([aux_of[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
+        drafter.extend(state, CommittedTokens(rows, starts, tokens, aux))
+    return [[Trace(len(answer.token_ids), ContinuationNodes(
+        np.array([nodes.needed for nodes in located], dtype=np.int64).reshape(-1, num_steps, num_steps),
+        np.array([nodes.filled for nodes in located], dtype=np.int64).reshape(-1, num_steps)))
+        for answer, located in zip(answers, of_rows, strict=True)] for of_rows in kept]
 
 
 _FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
@@ -307,11 +267,11 @@ class TuningProfile(Frozen):
 Engines = Mapping[Method, Engine]  # the reference engine of each method
 
 
-def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+def measure(blocks: MeasuredBlocks, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
             tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
     """Measure and replay in the reference engine. `between` is called between rounds and may raise."""
     began = time.monotonic()
-    profiler = _Profiler(runner, engines, settings, prompts, between)
+    profiler = _Profiler(blocks, engines, settings, prompts, between)
     for concurrency in sorted(set(tune.concurrencies)):
         for temperature in tune.temperatures:
             profiler.probe(concurrency, temperature)
@@ -321,19 +281,18 @@ def measure(runner: BlockRunner, engines: Engines, settings: Sequence[Setting], 
 
 
 def measure_from_outside(
-        runner: BlockRunner, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
-        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None],
-        measure_block: Callable[[Setting, int, float, int], BlockRun]) -> TuningProfile:
+        blocks: MeasuredBlocks, engines: Engines | None, settings: Sequence[Setting], anchored: Sequence[Setting],
+        prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str, between: Callable[[], None]) -> TuningProfile:
     """Measure in the session's engine, whose variants `anchored` are started, and replay in the reference engines.
 
-    engines         None: the target has no reference implementation, and acceptance comes from the anchors
-    measure_block   of a setting, concurrency, temperature and rung; the race's, so that it measures no block again
+    blocks    the race's, so that it measures no block again
+    engines   None: the target has no reference implementation, and acceptance comes from the anchors
     """
     began = time.monotonic()
     # A method of which no anchor could start has no costs: its settings are not predicted, hence not raced.
     methods = {anchor.method for anchor in anchored}
     settings = [setting for setting in settings if setting.method in methods]
-    profiler = _Profiler(runner, engines or {}, settings, prompts, between)
+    profiler = _Profiler(blocks, engines or {}, settings, prompts, between)
     step_times: list[StepTime] = []
     draft_times: list[DraftTime] = []
     concurrencies = sorted(set(tune.concurrencies))
@@ -342,16 +301,16 @@ def measure_from_outside(
     measured: dict[tuple[int, float], dict[Setting, BlockRun]] = {}
     # One anchor after the other: where fewer servers fit than there are anchors, each is started once.
     for setting in anchored:
-        runner.warm_up(setting, 1, tune.temperatures)
+        blocks.warm_up(setting, 1, tune.temperatures)
         # Median seconds of the first token, one request at a time.
-        first_tokens = runner.session.bench.engine.generate(
+        first_tokens = blocks.engine.generate(
             setting.label(), profiler.prefill_requests()[:_FEW_PROMPTS], 1)
         prefill_s[setting] = median(answer.ttft_s for answer in first_tokens.answers)
         for concurrency in concurrencies:
             if concurrency > 1:
-                runner.warm_up(setting, concurrency, tune.temperatures)
+                blocks.warm_up(setting, concurrency, tune.temperatures)
             for temperature in tune.temperatures:
-                run = measure_block(setting, concurrency, temperature, 0)
+                run = blocks.measure(setting, concurrency, temperature, 0)
                 measured.setdefault((concurrency, temperature), {})[setting] = run
     for concurrency in concurrencies:
         for temperature in tune.temperatures:
@@ -375,8 +334,8 @@ def measure_from_outside(
         for temperature in tune.temperatures:
             # Undrafted answers of the session's engine to all prompts, to replay along.
             between()
-            requests = runner.some_requests(prompts, temperature, 0, len(prompts))
-            answered = runner.session.bench.engine.generate(OFF.label(), requests, concurrencies[-1])
+            requests = blocks.some_requests(prompts, temperature, 0, len(prompts))
+            answered = blocks.engine.generate(OFF.label(), requests, concurrencies[-1])
             for request, answer in zip(requests, answered.answers, strict=True):
                 profiler.answers[request.id, temperature] = KnownAnswer(
                     tuple(request.prompt_ids), answer.token_ids, temperature, request.seed)
@@ -391,13 +350,13 @@ def measure_from_outside(
     return TuningProfile(
         belongs_to=belongs_to, step_times=tuple(step_times), draft_times=tuple(draft_times),
         prefill_s={method: median(seconds) for method, seconds in by_method.items()}, replays=tuple(replays),
-        num_resident=runner.session.bench.engine.num_resident, seconds=time.monotonic() - began)
+        num_resident=blocks.engine.num_resident, seconds=time.monotonic() - began)
 
 
 class _Profiler:
-    def __init__(self, runner: BlockRunner, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
+    def __init__(self, blocks: MeasuredBlocks, engines: Engines, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
-        self.runner, self.engines = runner, engines
+        self.blocks, self.engines = blocks, engines
         self.settings, self.prompts, self.between = settings, prompts, between
         self.step_times: list[StepTime] = []
         self.draft_times: list[DraftTime] = []
@@ -407,7 +366,7 @@ class _Profiler:
 
     def probe(self, concurrency: int, temperature: float) -> None:
         num = max(concurrency, min(len(self.prompts), max(_FEW_PROMPTS, 2 * concurrency)))
-        requests = self.runner.some_requests(self.prompts, temperature, 0, num)
+        requests = self.blocks.some_requests(self.prompts, temperature, 0, num)
         for method in self._methods:
             trained = method == "drafter"
             probed = requests if trained else [
@@ -422,10 +381,16 @@ class _Profiler:
                 shapes |= dict.fromkeys((first, *others[-1:]))
             probe = run_probe(self.engines[method], probed, concurrency, list(shapes), self.between,
                               _ROUNDS if trained else _LOOKUP_ROUNDS)
-            self.draft_times += draft_times(probe, method, concurrency, temperature)
+            self.draft_times += [DraftTime(
+                concurrency=concurrency, temperature=temperature, setting=Setting(method=method, tree=shape),
+                draft_s=median(times), rounds=len(times)) for shape, times in probe.draft_s.items()]
             self._prefill_s.setdefault(method, []).extend(probe.prefill_s)
             if trained:
-                self.step_times += step_times(probe, concurrency, temperature)
+                # The curve of target passes: one point per kind and number of nodes.
+                self.step_times += [
+                    StepTime(concurrency=concurrency, temperature=temperature, verified_tokens=nodes, tree=tree,
+                             verify_s=median(times), rounds=len(times))
+                    for (tree, nodes), times in sorted(probe.verify_s.items())]
                 for request in requests:
                     self.answers[request.id, temperature] = KnownAnswer(
                         tuple(request.prompt_ids), probe.texts[request.id], temperature, request.seed)
@@ -446,7 +411,7 @@ class _Profiler:
 
     def prefill_requests(self) -> list[Request]:
         """Requests whose answers end with their first token."""
-        requests = self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+        requests = self.blocks.some_requests(self.prompts, 0.0, 0, len(self.prompts))
         return [replace(request, max_new_tokens=1) for request in requests]
 
     def replay(self, tune: TuneSpec) -> list[SettingReplay]:
@@ -458,7 +423,7 @@ class _Profiler:
             for method in self._methods:
                 shapes, drafter = self._shapes(method), self.engines[method].drafter
                 assert drafter is not None
-                traces = trace(self.runner.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
+                traces = trace(self.blocks.session.target, drafter, answers, max(shape.num_steps for shape in shapes),
                                {shape.top_k for shape in shapes}, self.between)
                 replays += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
                                           done=merged([replay(answer, shape) for answer in traces[shape.top_k]]))

@@ -25,6 +25,7 @@ load (`stages.tune.chosen`): it measures until it is clear, and a race that ran 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean, pstdev, stdev
 
 from eyrie_api.contract.engine import DraftServing, Verification
@@ -226,8 +227,6 @@ class Race:
         return dropped
 
     def _beaten(self, setting: Setting, leader: Setting) -> bool:
-        if not self._common(setting, leader):
-            return False
         interval = self.interval(setting, leader)
         return interval is not None and interval.high < 1.0 + TIE
 
@@ -266,10 +265,4 @@ def always_raced(by_speed: Sequence[Setting]) -> list[Setting]:
 
 def within_budget(order: Sequence[float], budget_s: float) -> int:
     """How many leading entries of these costs in seconds fit the budget; at least two (off and a leader)."""
-    spent, count = 0.0, 0
-    for cost in order:
-        spent += cost
-        if spent > budget_s and count >= 2:
-            break
-        count += 1
-    return count
+    return min(len(order), max(2, sum(spent <= budget_s for spent in accumulate(order))))
