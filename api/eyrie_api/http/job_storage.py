@@ -76,13 +76,6 @@ def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str,
         return owners, storage_usage.named_by(JobSpec.model_validate(spec) for spec in specs), capturing
 
 
-def have_run(database: Database) -> bool:
-    """Whether a stage of a job has begun, and files must be somewhere."""
-    query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
-    with database.reading() as session:
-        return session.scalars(query).first() is not None
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Every job that holds files, the largest first."""
@@ -141,7 +134,10 @@ class JobStorageMeter:
         files, measured_at = self._files, utc_now()
         disk = None
         if files.store is None:
-            if not (self._settings.home / "jobs").is_dir() and have_run(self._database):
+            begun = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
+            with self._database.reading() as session:
+                have_run = session.scalars(begun).first() is not None
+            if have_run and not (self._settings.home / "jobs").is_dir():
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")
             disk = total_and_free_bytes(self._settings.home)

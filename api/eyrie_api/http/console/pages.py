@@ -151,7 +151,7 @@ def compare(name: str, control: RequestControl, request: Request) -> Response:
     endpoint = control.endpoints.get(name)
     active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
-                             server=server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
+                             engine=control.endpoints.serving(name).serve.engine.kind,
                              recorded=recorded_prompts(name, control),
                              default_tokens=CompareRequest.model_fields["max_tokens"].default,
                              may_compare=may(control, "endpoints:write", control.endpoints.project_of(name)))
@@ -332,7 +332,8 @@ def render_page(template: str, control: Control, request: Request, **values: Any
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values(),
+              "server": server_of(request)}
     return HTMLResponse(rendered(template, common | values), headers=_HEADERS)
 
 
