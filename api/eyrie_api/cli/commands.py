@@ -507,7 +507,7 @@ def storage(
         screen.show(result, storage_view(usage, None, {}))
         return
     place = open_store(store) if store is not None else None
-    jobs, served = tuple(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
+    jobs, served = all_jobs(client), storage_usage.served_by(client.endpoints().items)
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
     read = partial(storage_usage.read_in_home, root) if place is None else place.read
     readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
@@ -543,7 +543,7 @@ def _show_endpoint(screen: Screen, endpoint: Endpoint) -> None:
 def endpoints_list(client: Client, screen: Screen) -> None:
     """List endpoints."""
     listed = client.endpoints()
-    screen.show(listed, tables.endpoints_table(listed.items, utc_now()))
+    screen.show(listed, tables.endpoints_table(listed.items))
 
 
 @endpoints_app.command("show")

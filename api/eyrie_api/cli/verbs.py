@@ -122,7 +122,7 @@ class Screen:
             self.err.print(Text.assemble(("hint:  ", "bold green"), error.hint), soft_wrap=True)
 
 
-def server_verb(function: Callable[Concatenate[Client, Screen, Params], None], *,
+def server_verb(function: Callable[Concatenate[Client, Screen, ...], None], *,
                 in_project: bool = False) -> Callable[..., None]:
     """A verb that gets a client of the server and the screen. --server and --json, and in a project --project, follow
     its own options in the signature that typer reads."""
