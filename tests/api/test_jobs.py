@@ -278,7 +278,7 @@ def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
     jobs.save_status(job_id, ended("Failed"))
     assert not jobs.take_lease(job_id, "late", 10.0)
-    assert jobs.unfinished(10.0) == jobs.live() == ()
+    assert jobs.unfinished(10.0) == jobs.unfinished() == ()
 
 
 @hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

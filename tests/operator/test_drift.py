@@ -49,8 +49,7 @@ def reported(database: Database, directory: Path, traffic_file: str | None, stor
     serving = endpoints.get("chat").revisions[-1]
     Drift(histories, jobs, stored).report(
         ReportDrift(serving.number, (2.0,), 3.0, "tau stays low"), "chat", directory, promoted, serving)
-    found = histories.latest("chat", "drift")
-    assert found is not None
+    (found,) = histories.latest(["chat"], ["drift"])
     return found.message, JobSpec.model_validate(found.data["job"]) if "job" in found.data else None
 
 

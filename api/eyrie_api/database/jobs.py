@@ -358,16 +358,11 @@ class Jobs:
         with self.database.writing() as session:
             return rowcount(session, statement.execution_options(synchronize_session=False)) > 0
 
-    def unfinished(self, ttl_s: float) -> tuple[str, ...]:
-        """Jobs that have not ended and have no live lease of `ttl_s`, oldest first: what the reconciler advances."""
-        query = select(JobRow.id).where(JobRow.ended.is_(False), _free(self._clock(), ttl_s)).order_by(
-            JobRow.created_at)
-        with self.database.reading() as session:
-            return tuple(session.scalars(query))
-
-    def live(self) -> tuple[str, ...]:
-        """Every job that has not ended, with or without a lease, oldest first."""
+    def unfinished(self, ttl_s: float | None = None) -> tuple[str, ...]:
+        """Jobs that have not ended, oldest first; with `ttl_s` those without a live lease of that length: what the
+        reconciler advances."""
         query = select(JobRow.id).where(JobRow.ended.is_(False)).order_by(JobRow.created_at)
+        query = query if ttl_s is None else query.where(_free(self._clock(), ttl_s))
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 

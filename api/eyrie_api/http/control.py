@@ -4,7 +4,7 @@ A handler receives it with the request's scope (`RequestControl`): every reposit
 a route cannot read or change rows outside of it by forgetting a check.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import copy
 from typing import Annotated
 
@@ -14,8 +14,10 @@ from eyrie_api import client_left
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -27,6 +29,7 @@ from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.database.results import Results
 from eyrie_api.database.webhooks import Webhooks
+from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter
@@ -67,6 +70,11 @@ class Control:
         self.audit = Audit(database, scope=scope)
         self.webhooks = Webhooks(database, scope=scope, keys=self._secret_keys,
                                  allow_private=self.settings.webhooks_allow_private)
+
+    def traffic(self, endpoints: Sequence[Endpoint]) -> tuple[EndpointTraffic, ...]:
+        """What the traffic of each endpoint shows now."""
+        names = [endpoint.name for endpoint in endpoints]
+        return traffic_of(endpoints, self.histories.latest(names, KINDS))
 
     def checked(self, spec: JobSpec) -> tuple[JobSpec, ReadRules | None]:
         """The job with the drafters of the jobs that it names (`planning.published_drafters`), and the rules for the

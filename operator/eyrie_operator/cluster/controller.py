@@ -145,7 +145,7 @@ class Controller:
         for key in tuple(self._objects):
             self.queue.add(key)
         if self._mirror_namespace is not None:
-            for job_id in self._jobs.live():
+            for job_id in self._jobs.unfinished():
                 self._keys_for(job_id)
         if self._endpoint_reconciler is not None:
             self._endpoint_reconciler.cache.discover()  # an API may have been installed since

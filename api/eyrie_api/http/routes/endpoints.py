@@ -18,7 +18,6 @@ from eyrie_api.contract.model import Items, Name
 from eyrie_api.contract.status import Endpoint, PromoteRequest, RollbackRequest
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoint_history import MAX_PAGE
-from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
@@ -39,8 +38,7 @@ def list_endpoints(control: RequestControl) -> Items[Endpoint]:
 def list_traffic(control: RequestControl) -> Items[EndpointTraffic]:
     """What the traffic of every endpoint shows now: the latest window with acceptance and requests per second, the
     canary and its share, drift."""
-    latest = control.histories.latest_of_all(KINDS)
-    return Items[EndpointTraffic](items=traffic_of(control.endpoints.list().items, latest))
+    return Items[EndpointTraffic](items=control.traffic(control.endpoints.list().items))
 
 
 @router.get(ENDPOINTS + "/{name}")
