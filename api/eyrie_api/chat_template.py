@@ -63,6 +63,7 @@ _SYSTEM, _USER, _ANSWER, _LAST, _RESULT, _ARGUMENT, _THOUGHT, _DEVELOPER = (
     f"Word{number}x" for number in range(8))
 _CALL: Message = {"id": "call00000", "type": "function",
                   "function": {"name": "lookup", "arguments": json.dumps({"place": _ARGUMENT})}}
+_TOOL_TURN: Message = {"role": "tool", "content": _RESULT, "name": "lookup", "tool_call_id": _CALL["id"]}
 _TOOLS: list[Message] = [{"type": "function", "function": {
     "name": "lookup", "description": "Look a place up.",
     "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Its name."}},
@@ -187,7 +188,7 @@ def probe(template: ChatTemplate) -> Form:
     # 4. Calls and results of tools. An object printed in Python's syntax is not what a model was trained on.
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     in_python = repr({"place": _ARGUMENT})
-    texts = {kind: rendered(form.model_copy(update={"arguments": kind}), user, called, _result(), generate=True,
+    texts = {kind: rendered(form.model_copy(update={"arguments": kind}), user, called, _TOOL_TURN, generate=True,
                             tools=True) for kind in ("object", "text")}
     whole = [kind for kind, text in texts.items() if text is not None and _ARGUMENT in text and in_python not in text]
     kind = whole[0] if whole else "object" if texts["object"] is not None else "text"
@@ -215,12 +216,8 @@ def probes(form: Form) -> list[tuple[list[Message], list[Message]]]:
     if form.prints_reasoning:
         pairs.append(([user, answer | {"reasoning_content": _THOUGHT}, {"role": "user", "content": _LAST}], []))
     if not unusable & {"tool", "tool calls"}:
-        pairs.append(([user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _result()], _TOOLS))
+        pairs.append(([user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _TOOL_TURN], _TOOLS))
     return pairs
-
-
-def _result() -> Message:
-    return {"role": "tool", "content": _RESULT, "name": "lookup", "tool_call_id": _CALL["id"]}
 
 
 def require_text(form: Form, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -55,20 +55,16 @@ def disk_full(directory: Path) -> DiskFull:
                     "free space on it; the work continues by itself")
 
 
-def await_room(directory: Path, needed: int = MIN_FREE_BYTES, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until `needed` bytes are free, or after `_PATIENCE_S` until MIN_FREE_BYTES is."""
-    until = time.monotonic() + _PATIENCE_S
+def wait_for_room(directory: Path, needed: int = MIN_FREE_BYTES, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until `needed` bytes are free, or after `_PATIENCE_S` until MIN_FREE_BYTES is; and say so, unless the log is
+    on the full disk too."""
+    until, is_reported = time.monotonic() + _PATIENCE_S, False
     while (free := free_bytes(directory)) < needed and (free < MIN_FREE_BYTES or time.monotonic() < until):
+        if not is_reported:
+            is_reported = True
+            with suppress(OSError):
+                print(f"{disk_full(directory)}; waiting for {needed / 1e6:.0f} MB", flush=True)
         sleep(_POLL_S)
-
-
-def wait_for_room(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
-    """Wait until so many bytes are free, and say so, unless the log is on the full disk too."""
-    if free_bytes(directory) >= needed:
-        return
-    with suppress(OSError):
-        print(f"{disk_full(directory)}; waiting for {needed / 1e6:.0f} MB", flush=True)
-    await_room(directory, needed)
 
 
 def with_room(directory: Path, action: Callable[[], object]) -> None:

@@ -19,13 +19,13 @@ have requests, a new one is answered on the paths of health checks alone, elsewh
 
 import asyncio
 import gc
-import json
 import resource
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADER_S, BODY_S, PACE_BYTES = 20.0, 60.0, 64 * 1024
@@ -62,17 +62,12 @@ def raise_descriptor_limit() -> None:
 
 def _health_checks_alone(app: _App) -> _App:
     body = "too many connections"
-    answer = json.dumps({"title": "Service Unavailable", "status": 503, "detail": body,
-                         "error": {"message": body, "type": "overloaded_error"}}).encode()  # OpenAI's clients read this
+    refusal = JSONResponse({"title": "Service Unavailable", "status": 503, "detail": body,
+                            "error": {"message": body, "type": "overloaded_error"}},  # OpenAI's clients read this
+                           503, {"retry-after": str(_RETRY_S), "connection": "close"}, "application/problem+json")
 
     async def limited(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in HEALTH:
-            await app(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": 503, "headers": [
-            (b"content-type", b"application/problem+json"), (b"retry-after", str(_RETRY_S).encode()),
-            (b"content-length", str(len(answer)).encode()), (b"connection", b"close")]})
-        await send({"type": "http.response.body", "body": answer})
+        await (app if scope["path"] in HEALTH else refusal)(scope, receive, send)
 
     return limited
 

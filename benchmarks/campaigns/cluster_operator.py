@@ -148,7 +148,7 @@ class Campaigner:
 
     def drive(self) -> None:
         """Jobs that are to stop have stopped."""
-        for job_id in self.jobs.live():
+        for job_id in self.jobs.unfinished():
             with contextlib.suppress(NotFound):
                 intent = self.jobs.intent(job_id)
                 if intent.cancel_requested or intent.delete_requested:
@@ -189,16 +189,16 @@ class Campaigner:
         self.cluster.delete(API, "DrafterJob", self.namespace, self._one("DrafterJob")["metadata"]["name"])
 
     def _end_job(self) -> None:
-        live = self.jobs.live()
+        live = self.jobs.unfinished()
         if live:
             self._end(self.jobs.get(self.rng.choice(live)), self.rng.choice(("Succeeded", "Failed")))
 
     def _submit_job(self) -> None:
-        if len(self.jobs.live()) < MAX_OBJECTS:
+        if len(self.jobs.unfinished()) < MAX_OBJECTS:
             self.jobs.submit(derive(job_spec()))
 
     def _cancel_job(self) -> None:
-        live = self.jobs.live()
+        live = self.jobs.unfinished()
         if live:
             self.jobs.cancel(self.rng.choice(live))
 

@@ -14,11 +14,12 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.model import Interval
 from eyrie_api.contract.plan import Plan, StagePlan
+from eyrie_api.contract.records import MetricRecord
 from eyrie_api.contract.reports import BenchmarkReport, CellReport, Environment
 from eyrie_api.contract.resolved import ResolvedJob
 from eyrie_api.contract.stages import Manifest, StageName
 from eyrie_api.contract.status import Condition, JobStatus, Phase, StageStatus
-from eyrie_api.database.jobs import Jobs, Metric, NewEvent, put_metric
+from eyrie_api.database.jobs import Jobs, NewEvent, put_metric
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.planning.facts import target_facts
 from eyrie_api.planning.resolve import derive
@@ -94,11 +95,12 @@ def record_event(jobs: Jobs, job_id: str, reason: str, message: str, *, stage: S
     jobs.save_status(job_id, jobs.get(job_id).status, events=[NewEvent(reason, message, stage=stage, key=key)])
 
 
-def record_metrics(jobs: Jobs, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
-    """Points of series, as `Ingest` stores those that a stage has written."""
+def record_metrics(jobs: Jobs, job_id: str, stage: StageName, key: str,
+                   points: Iterable[tuple[str, int, float, datetime]]) -> None:
+    """Points of series (name, step, value, time), as `Ingest` stores those that a stage has written."""
     with jobs.database.writing() as session:
-        for point in points:
-            put_metric(session, job_id, stage, key, point)
+        for name, step, value, time in points:
+            put_metric(session, job_id, stage, key, MetricRecord(name=name, step=step, value=value, time=time))
 
 
 def finish_stage(directory: Path, stage: str, report: Any, files: Mapping[str, bytes], job_id: str) -> None:

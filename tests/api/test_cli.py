@@ -25,7 +25,7 @@ from eyrie_api.contract.status import Condition, JobStatus, Phase, Progress, Sta
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import JobFilter, Jobs, Metric
+from eyrie_api.database.jobs import JobFilter, Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import Results
 from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
@@ -271,7 +271,7 @@ def test_events_metrics_and_logs_of_a_job_in_words_and_as_json(eyrie: Eyrie) -> 
     set_stage(eyrie.plane.jobs, job_id, stage("Running"))
     record_event(eyrie.plane.jobs, job_id, "DraftVocabularyBuilt", "320 tokens", stage="train", key="base")
     record_metrics(eyrie.plane.jobs, job_id, "train", "base", [
-        Metric("loss", step, 2.0 / step, datetime.now(UTC)) for step in (1, 2, 3)])
+        ("loss", step, 2.0 / step, datetime.now(UTC)) for step in (1, 2, 3)])
     log = eyrie.plane.settings.stage_dir(job_id, "train", "base") / "log.txt"
     log.parent.mkdir(parents=True)
     log.write_text("first line\n\x1b[31msecond\n")
@@ -453,7 +453,7 @@ def test_plots_of_a_job_that_trains_are_its_curves(eyrie: Eyrie, tmp_path: Path)
     job_id = eyrie.submit()
     assert eyrie.json("plots", job_id, "--out", str(tmp_path))["files"] == []
     record_metrics(eyrie.plane.jobs, job_id, "train", "base", [
-        Metric(name, step, 4.0 / step, datetime.now(UTC)) for step in range(1, 2001) for name in ("loss", "grad_norm")])
+        (name, step, 4.0 / step, datetime.now(UTC)) for step in range(1, 2001) for name in ("loss", "grad_norm")])
     files = [Path(one) for one in eyrie.json("plots", job_id, "--out", str(tmp_path))["files"]]
     assert [one.name for one in files] == ["training-loss.svg", "training-gradient-norm.svg"]
     assert all(one.read_text().startswith("<svg") for one in files)

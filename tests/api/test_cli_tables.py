@@ -156,7 +156,7 @@ def test_closing_words_say_that_an_endpoint_serves_without_a_drafter_or_does_not
 
 def test_empty_lists_say_what_to_do() -> None:
     assert "eyrie train" in rendered(tables.jobs_table([], NOW))
-    for words in (tables.leaderboard_table([]), tables.endpoints_table([], NOW), tables.series_table([])):
+    for words in (tables.leaderboard_table([]), tables.endpoints_table([]), tables.series_table([])):
         assert rendered(words).strip()
 
 

@@ -16,7 +16,7 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.compared_answers import RunSoFar
 from eyrie_api.settings import Settings
@@ -120,7 +120,7 @@ def test_comparing_needs_the_role_of_an_operator_in_the_endpoints_project(
     Endpoints(database).create("default", TargetSpec(model="quickstart"), EndpointServeSpec(), "quickstart", "team")
     Endpoints(database).activate("default", 1, "http://127.0.0.1:1/v1")
     admin = Scope(Principal(subject="user:boss", roles={project: "admin"}), project)
-    secret = ApiKeys(database, scope=admin).create(KeyRequest(name="k", role=role))[1]
+    secret = ApiKeys(database, scope=admin).create(name="k", role=role)[1]
     with serving(settings.model_copy(update={"token": "installation"}), database) as server:
         headers = {"authorization": f"Bearer {secret}"}
         answer = httpx.post(server.url + COMPARE, json=BODY, headers=headers, timeout=60, trust_env=False)

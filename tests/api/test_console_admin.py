@@ -10,7 +10,7 @@ from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.scope import Scope
 from eyrie_api.contract.access import Action, CreateMember, CreateProject, CreateWebhook, Quotas, Role
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
@@ -41,7 +41,7 @@ def within(project: str) -> Scope:
 
 def signed_in(client: httpx.Client, database: Database, role: Role, scopes: frozenset[Action] | None = None,
               project: str = "team") -> httpx.Client:
-    _, secret = ApiKeys(database, scope=within(project)).create(KeyRequest(name="mine", role=role, scopes=scopes))
+    _, secret = ApiKeys(database, scope=within(project)).create(name="mine", role=role, scopes=scopes)
     client.cookies.clear()
     client.post("/console/sign-in", headers={"authorization": f"Bearer {secret}"}).raise_for_status()
     return client
@@ -56,9 +56,9 @@ def text_of(client: httpx.Client, path: str) -> str:
 
 def test_an_admin_of_a_project_sees_all_of_it_and_nothing_of_another(client: httpx.Client, database: Database) -> None:
     scope = within("team")
-    key, secret = ApiKeys(database, scope=scope).create(KeyRequest(name="nightly", role="operator"))
+    key, secret = ApiKeys(database, scope=scope).create(name="nightly", role="operator")
     ApiKeys(database, scope=scope).revoke(key.id)
-    ApiKeys(database, scope=within("other")).create(KeyRequest(name="theirs", role="viewer"))
+    ApiKeys(database, scope=within("other")).create(name="theirs", role="viewer")
     Projects(database).add_member("team", CreateMember(kind="group", value="researchers", role="operator"), ISSUER)
     hooks = Webhooks(database, scope=scope, keys=SecretKeys((SECRET_KEY,)), allow_private=True)
     hook, signing = hooks.create(CreateWebhook(url="http://127.0.0.1:9/arrivals"))
@@ -128,7 +128,7 @@ def test_the_page_shows_no_more_than_the_scopes_of_a_key(client: httpx.Client, d
 
 def test_the_audit_is_paged_newest_first(client: httpx.Client, database: Database) -> None:
     keys = ApiKeys(database, scope=within("team"))
-    made = [keys.create(KeyRequest(name=f"k{number}", role="viewer"))[0].id for number in range(70)]
+    made = [keys.create(name=f"k{number}", role="viewer")[0].id for number in range(70)]
     signed_in(client, database, "admin")
     page = client.get(AUDIT)
     assert page.text.index(f"key/{made[69]}") < page.text.index(f"key/{made[68]}")

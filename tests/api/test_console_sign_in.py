@@ -21,7 +21,7 @@ from eyrie_api.access.browser_sign_in import (
 )
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import ApiKeys, KeyRequest
+from eyrie_api.database.projects import ApiKeys
 from eyrie_api.errors import Unauthorized
 from eyrie_api.http.server import create_app
 from eyrie_api.planning.resolve import derive
@@ -48,7 +48,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 def key_of(database: Database, role: str = "operator") -> tuple[str, str]:
-    key, secret = ApiKeys(database).create(KeyRequest(name="k", role=role, everywhere=True))  # type: ignore[arg-type]
+    key, secret = ApiKeys(database).create(name="k", role=role, everywhere=True)  # type: ignore[arg-type]
     return key.id, secret
 
 

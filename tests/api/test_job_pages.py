@@ -15,7 +15,7 @@ from eyrie_api.contract.plan import PlannedAndActual, PlannedStages, StagePlan, 
 from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.decisions.job_report import planned_and_actual, time_left
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.console.job_pages import Difference, differences
@@ -203,7 +203,7 @@ def test_a_job_that_the_caller_may_not_read_is_not_compared_with(settings: Setti
     for project in ("team", "others"):
         Projects(database).create(CreateProject(name=project))
         scopes.append(Scope(LOCAL, project))
-    secret = ApiKeys(database, scope=scopes[0]).create(KeyRequest(name="k", role="viewer"))[1]
+    secret = ApiKeys(database, scope=scopes[0]).create(name="k", role="viewer")[1]
     mine = Jobs(database, scope=scopes[0]).submit(derive(job_spec(name="mine")))
     other = Jobs(database, scope=scopes[1]).submit(derive(job_spec(name="theirs", serve={"endpoint": "theirs"})))
     app = create_app(settings.model_copy(update={"token": "installation-token-of-these-tests"}), database=database)

@@ -3,7 +3,6 @@
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter, StorageNotMeasured
@@ -39,14 +38,13 @@ def client_of(settings: Settings, database: Database, **limits: Any) -> TestClie
     """A server that measures at every request, however long it takes."""
     app = create_app(settings.model_copy(update={"token": TOKEN}), database=database)
     control = app.state.control
-    meter = JobStorageMeter(settings, control.files, database, max_age_s=0.0, wait_s=60.0, **limits)
-    app.state.control = replace(control, storage=meter)
+    control.storage = JobStorageMeter(settings, control.files, database, max_age_s=0.0, wait_s=60.0, **limits)
     return TestClient(app, base_url="https://eyrie.example")
 
 
 def key_of(database: Database, project: str, role: Role, scopes: frozenset[Action] | None = None) -> dict[str, str]:
     keys = ApiKeys(database, scope=Scope(LOCAL, project))
-    return {"authorization": f"Bearer {keys.create(KeyRequest(name='mine', role=role, scopes=scopes))[1]}"}
+    return {"authorization": f"Bearer {keys.create(name='mine', role=role, scopes=scopes)[1]}"}
 
 
 ROOT = {"authorization": f"Bearer {TOKEN}"}

@@ -14,7 +14,7 @@ from eyrie_api.contract.status import Job, JobStatus, Progress, StageStatus
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric, NewEvent
+from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, NewEvent
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor, encode_cursor
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
@@ -179,7 +179,7 @@ def test_retry_is_refused_while_running_and_after_success(jobs: Jobs) -> None:
 def test_deleting_an_ended_job_removes_its_rows_and_promises_the_removal_of_its_files(
         jobs: Jobs, database: Database) -> None:
     job = jobs.submit(derive(job_spec(labels={"a": "b"})))
-    record_metrics(jobs, job.id, "train", "base", [Metric("loss", 1, 2.0, NOW)])
+    record_metrics(jobs, job.id, "train", "base", [("loss", 1, 2.0, NOW)])
     jobs.save_status(job.id, ended("Failed"))
     assert jobs.delete(job.id)
     with pytest.raises(NotFound):
@@ -278,7 +278,7 @@ def test_an_ended_job_can_no_longer_be_leased(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
     jobs.save_status(job_id, ended("Failed"))
     assert not jobs.take_lease(job_id, "late", 10.0)
-    assert jobs.unfinished(10.0) == jobs.live() == ()
+    assert jobs.unfinished(10.0) == jobs.unfinished() == ()
 
 
 @hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -326,8 +326,8 @@ def test_stages_are_shown_in_the_order_of_the_pipeline(jobs: Jobs) -> None:
 
 def test_a_metric_recorded_again_is_replaced_and_series_are_ordered_by_step(jobs: Jobs) -> None:
     job_id = jobs.submit(derive(job_spec())).id
-    record_metrics(jobs, job_id, "train", "base", [Metric("loss", 20, 1.0, NOW), Metric("loss", 10, 2.0, NOW)])
-    record_metrics(jobs, job_id, "train", "base", [Metric("loss", 20, 0.5, NOW), Metric("lr", 10, 0.1, NOW)])
+    record_metrics(jobs, job_id, "train", "base", [("loss", 20, 1.0, NOW), ("loss", 10, 2.0, NOW)])
+    record_metrics(jobs, job_id, "train", "base", [("loss", 20, 0.5, NOW), ("lr", 10, 0.1, NOW)])
     loss, lr = jobs.metrics(job_id)
     assert [(point.step, point.value) for point in loss.points] == [(10, 2.0), (20, 0.5)]
     assert (lr.name, len(lr.points)) == ("lr", 1)

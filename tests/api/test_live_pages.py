@@ -18,7 +18,7 @@ from eyrie_api.contract.status import Progress, StageStatus
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import ApiKeys, KeyRequest
+from eyrie_api.database.projects import ApiKeys
 from eyrie_api.http.console import pages
 from eyrie_api.http.live_pages import LivePages, PageKey, Render, is_due
 from eyrie_api.settings import Settings
@@ -247,7 +247,7 @@ def test_a_revoked_key_ends_the_stream_and_opens_no_other(
     monkeypatch.setattr("eyrie_api.http.middleware._REAUTHENTICATE_S", 0.1)
     with serving(settings.model_copy(update={"token": TOKEN}), database) as server:
         job = server.client.create_job(job_spec())
-        key, secret = ApiKeys(database).create(KeyRequest(name="k", role="viewer", everywhere=True))
+        key, secret = ApiKeys(database).create(name="k", role="viewer", everywhere=True)
         with httpx.Client(base_url=server.url, timeout=60) as browser:
             browser.post("/console/sign-in", headers={"authorization": f"Bearer {secret}"}).raise_for_status()
             with browser.stream("GET", f"/console/jobs/{job.id}/live") as answer:

@@ -12,7 +12,6 @@ import pytest
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.client import Client, Unreachable
 from eyrie_api.contract.status import Event, Job, StageStatus
-from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.errors import ArtifactCorrupt, Conflict, InvalidInput, NotFound, TargetNotFound
 from eyrie_api.http import event_fanout
@@ -155,7 +154,7 @@ def test_a_log_key_that_is_a_path_is_refused(server: Running, job: Job, key: str
 
 
 def test_metrics_are_series(server: Running, job: Job) -> None:
-    record_metrics(server.control.jobs, job.id, "train", "base", [Metric("train/loss", 1, 2.0, NOW)])
+    record_metrics(server.control.jobs, job.id, "train", "base", [("train/loss", 1, 2.0, NOW)])
     (series,) = server.client.metrics(job.id, stage="train")
     assert (series.name, series.key, series.points[0].value) == ("train/loss", "base", 2.0)
 

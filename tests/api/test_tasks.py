@@ -159,7 +159,7 @@ def test_retention_sweeps_what_has_expired(frequent: Settings, database: Databas
     settings = frequent.model_copy(update={"outbox_ttl_s": 1e-6, "idempotency_ttl_s": 1e-6})
     idempotency, jobs = Idempotency(database, 1e-6), Jobs(database)
     with database.writing() as session:
-        idempotency.store(session, Once("k", "r", "d"), 202, {})
+        idempotency.store(session, Once("k", "r", "d"), {})
     jobs.submit(derive(job_spec()))
     advanced = Seen()
     with running(settings, database, advanced):

@@ -17,7 +17,7 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.contract.access import CreateProject, Role
 from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
@@ -154,7 +154,7 @@ def within(project: str, database: Database) -> Scope:
 
 def key_in(database: Database, project: str, role: Role) -> str:
     """The secret of a new key of a project."""
-    return ApiKeys(database, scope=within(project, database)).create(KeyRequest(name="k", role=role))[1]
+    return ApiKeys(database, scope=within(project, database)).create(name="k", role=role)[1]
 
 
 def signed_in(page: Any, url: str, secret: str, path: str = "") -> Any:

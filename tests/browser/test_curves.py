@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.status import JobStatus, Progress, StageStatus
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import Jobs, Metric
+from eyrie_api.database.jobs import Jobs
 from eyrie_api.planning.resolve import derive
 from tests.api.samples import job_spec, record_metrics
 from tests.browser.conftest import LOOKS, SHOTS, TOKEN, assert_accessible, key_in, picture, signed_in, within
@@ -30,7 +30,7 @@ def trained(jobs: Jobs, name: str, ends: dict[str, int], project: str = "default
 
 def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> None:
     """Metrics as the train stage logs them: every ten steps, and of an evaluation every hundred."""
-    now, points = utc_now(), list[Metric]()
+    now, points = utc_now(), list[tuple[str, int, float, datetime]]()
     for step in steps:
         wave = 0.3 * ((step * 7919) % 97) / 97
         logged = {"loss": scale * (0.5 + 4.0 / (1 + step / 60)) + wave, "learning_rate": 1e-4 * (1 - step / 2000),
@@ -40,7 +40,7 @@ def record(jobs: Jobs, job_id: str, key: str, steps: range, scale: float) -> Non
             logged |= {"evaluation_loss": scale * (0.6 + 4.0 / (1 + step / 60)), "theoretical_speedup": 1 + grown}
             for place, most in enumerate(POSITIONS):
                 logged |= {f"acceptance/{place}": most * grown / scale, f"accuracy/{place}": 0.9 * most * grown / scale}
-        points += [Metric(metric, step, value, now) for metric, value in logged.items()]
+        points += [(metric, step, value, now) for metric, value in logged.items()]
     record_metrics(jobs, job_id, "train", key, points)
 
 
@@ -60,7 +60,7 @@ def in_training(jobs: Jobs, job_id: str, keys: tuple[str, ...]) -> None:
 def record_rung(jobs: Jobs, job_id: str, step: int, goes_on: dict[str, bool]) -> None:
     """What a rung decided of each candidate."""
     for key, on in goes_on.items():
-        record_metrics(jobs, job_id, "train", key, [Metric("rung", step, float(on), utc_now())])
+        record_metrics(jobs, job_id, "train", key, [("rung", step, float(on), utc_now())])
 
 
 def charts(page: Any) -> Any:

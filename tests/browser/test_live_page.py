@@ -12,7 +12,7 @@ from eyrie_api.contract.status import Progress, StageStatus
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
-from eyrie_api.database.projects import ApiKeys, KeyRequest
+from eyrie_api.database.projects import ApiKeys
 from eyrie_api.database.tables import JobRow
 from eyrie_api.planning.resolve import derive
 from eyrie_api.settings import Settings
@@ -109,7 +109,7 @@ def test_a_page_whose_session_has_ended_says_that_it_is_signed_out(
         how: str, server: Running, relay: Relay, open_page: OpenPage) -> None:
     keys = ApiKeys(server.control.database)
     job = Jobs(server.control.database).submit(derive(job_spec())).id
-    key, secret = keys.create(KeyRequest(name="k", role="viewer", everywhere=True))
+    key, secret = keys.create(name="k", role="viewer", everywhere=True)
     page = opened(relay, open_page, job, secret)
     if how == "key-revoked":
         keys.revoke(key.id)

@@ -49,8 +49,7 @@ def reported(database: Database, directory: Path, traffic_file: str | None, stor
     served = endpoints.get("chat")
     EndpointRecords(Settings(home=directory.parent), database, stored=stored).record(
         ReportDrift(served.revisions[-1].number, (2.0,), 3.0, "tau stays low"), served, (), directory)
-    found = histories.latest("chat", "drift")
-    assert found is not None
+    (found,) = histories.latest(["chat"], ["drift"])
     return found.message, JobSpec.model_validate(found.data["job"]) if "job" in found.data else None
 
 

@@ -319,8 +319,7 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
         harness.keeper.reconcile("default")
     assert harness.events("drift", "retraining", "rolled-back") == [
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
-    window = harness.histories.latest("default", "window")
-    assert window is not None
+    (window,) = harness.histories.latest(["default"], ["window"])
     assert window.figures["requests"] >= 1.0
     assert window.figures["seconds"] > 0.0
     started = harness.jobs.list().items[0]
@@ -328,8 +327,7 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
     assert started.spec.drafter.init_from == str(drafter)
     (source,) = started.spec.data.sources
     assert '"content": "hello"' in Path(source.path).read_text()
-    offered = harness.histories.latest("default", "drift")
-    assert offered is not None
+    (offered,) = harness.histories.latest(["default"], ["drift"])
     assert JobSpec.model_validate(offered.data["job"]) == started.spec
 
 

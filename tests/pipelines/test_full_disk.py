@@ -11,7 +11,7 @@ import pytest
 from eyrie_api import full_disk
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import ArtifactCorrupt, DiskFull, EyrieError
-from eyrie_api.full_disk import MIN_FREE_BYTES, await_room, free_bytes, is_full, is_short
+from eyrie_api.full_disk import MIN_FREE_BYTES, free_bytes, is_full, is_short, wait_for_room
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import wait_until
 from eyrie_workers.stage_program import Stage
@@ -82,7 +82,8 @@ def test_what_was_free_was_not_enough_so_more_is_waited_for(disk: Path) -> None:
     os.truncate(filler, filler.stat().st_size - MIN_FREE_BYTES - (1 << 20))
     free = free_bytes(disk)
     assert not is_short(disk)
-    thread = threading.Thread(target=lambda: (await_room(disk, 2 * free, lambda _: stopping.wait(0.01)), waited.set()))
+    thread = threading.Thread(
+        target=lambda: (wait_for_room(disk, 2 * free, lambda _: stopping.wait(0.01)), waited.set()))
     thread.start()
     assert not waited.wait(0.3)
     filler.unlink()
@@ -103,7 +104,7 @@ def test_space_that_was_freed_before_it_was_measured_is_enough_after_a_while(
         if len(waits) == 3:
             filler.unlink()
 
-    await_room(disk, 2 * free, sleep)
+    wait_for_room(disk, 2 * free, sleep)
     assert len(waits) == 3, "less than MIN_FREE_BYTES is never enough"
 
 

@@ -20,7 +20,7 @@ from eyrie_api.artifacts import digest_model, read_manifest
 from eyrie_api.artifacts.directories import download_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
-from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreOptions, StoreUnavailable
+from eyrie_api.artifacts.store import ArtifactStore, StoreOptions, StoreUnavailable
 from eyrie_api.contract.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.contract.capture import CaptureSpec
 from eyrie_api.contract.data import DataSource, DataSpec
@@ -502,11 +502,11 @@ class Leaving:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    def upload(self, key: str, source: Path) -> StoredObject:
+    def upload(self, key: str, source: Path) -> None:
         if self._left == 0:
             raise StoreUnavailable("the bucket is away")
         self._left -= 1
-        return self._store.upload(key, source)
+        self._store.upload(key, source)
 
 
 @pytest.mark.parametrize("uploads", range(5))

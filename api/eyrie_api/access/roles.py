@@ -18,7 +18,6 @@ from typing import get_args
 
 from eyrie_api.contract.access import Action, Role
 from eyrie_api.contract.model import Frozen
-from eyrie_api.errors import EyrieError, Forbidden, NotFound
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -59,16 +58,3 @@ class Principal(Frozen):
         if self.allows(action, ALL_PROJECTS):
             return None
         return frozenset(project for project in self.roles if self.allows(action, project))
-
-
-def refusal(principal: Principal, action: Action, project: str, what: str) -> EyrieError | None:
-    """The error to raise when the action is not allowed: NotFound or Forbidden; None when it is allowed.
-
-    what   the requested object, for the message: `job 'job-1'`
-    """
-    if principal.allows(action, project):
-        return None
-    if not {project, ALL_PROJECTS} & principal.roles.keys():
-        return NotFound(f"no {what}", "list what there is; it may belong to a project you are not in")
-    return Forbidden(f"{principal.subject} may not {action} in project {project!r}",
-                     "ask an admin of the project for the role or a key with the scope")

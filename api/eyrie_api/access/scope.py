@@ -16,7 +16,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, false, true
 
-from eyrie_api.access.roles import ALL_PROJECTS, Principal, refusal
+from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.contract.access import Action
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 
@@ -66,9 +66,13 @@ class Scope:
             return
         if self.project is not None and project != self.project:
             raise absent
-        error = refusal(self.principal, action, project or ALL_PROJECTS, absent.message)
-        if error is not None:
-            raise absent if isinstance(error, NotFound) else error
+        where = project or ALL_PROJECTS
+        if self.principal.allows(action, where):
+            return
+        if not {where, ALL_PROJECTS} & self.principal.roles.keys():
+            raise absent
+        raise Forbidden(f"{self.principal.subject} may not {action} in project {where!r}",
+                        "ask an admin of the project for the role or a key with the scope")
 
     def check_installation(self, action: Action) -> None:
         """Raises Forbidden unless the action is allowed in all projects."""

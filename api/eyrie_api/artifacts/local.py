@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from eyrie_api.artifacts import digest_bytes, digest_file, temporary_file, write_to_disk
+from eyrie_api.artifacts import digest_file, temporary_file, write_atomically, write_to_disk
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
-    StoreCheck,
     StoredObject,
     checked_key,
     directory_prefix,
@@ -37,10 +36,10 @@ class LocalStore:
         self._root = root.absolute()
         self.url, self.parallel = self._root.as_uri(), parallel
 
-    def check(self) -> StoreCheck:
+    def check(self) -> bool:
         self._root.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._root, prefix=".check."):
-            return StoreCheck(conditional_writes=True)
+            return True
 
     def stat(self, key: str) -> StoredObject | None:
         path = self._path(key)
@@ -56,12 +55,8 @@ class LocalStore:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise self._missing(key) from None
 
-    def write(self, key: str, data: bytes) -> StoredObject:
-        path = self._path(key)
-        with temporary_file(path) as (file, temporary):
-            write_to_disk(file, data)
-            os.replace(temporary, path)
-        return StoredObject(key, len(data), digest_bytes(data))
+    def write(self, key: str, data: bytes) -> None:
+        write_atomically(self._path(key), data)
 
     def write_once(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -76,15 +71,14 @@ class LocalStore:
                                      "artifacts are immutable: write under another key") from None
         return True
 
-    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> None:
         path = self._path(key)
         with temporary_file(path) as (file, temporary):
-            size, digest = _copy(source, file)
+            size, _digest = _copy(source, file)
             os.replace(temporary, path)
         sent(size)
-        return StoredObject(key, size, digest)
 
-    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> None:
         path = self._path(key)
         with temporary_file(path) as (file, temporary):
             sha, written = hashlib.sha256(), 0
@@ -95,7 +89,6 @@ class LocalStore:
             if (written, f"sha256:{sha.hexdigest()}") != (size_bytes, sha256):
                 raise other_bytes(key)
             os.replace(temporary, path)
-        return StoredObject(key, size_bytes, sha256)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         """See `ArtifactStore`. Without `sha256` the bytes cannot be verified."""
@@ -120,24 +113,22 @@ class LocalStore:
     def delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
 
-    def delete_all(self, prefix: str) -> int:
+    def delete_all(self, prefix: str) -> None:
         """See `ArtifactStore`. Removes directories that become empty."""
-        doomed = [stored.key for stored in self.list(prefix)]
-        for key in doomed:
-            self.delete(key)
+        for stored in [*self.list(prefix)]:
+            self.delete(stored.key)
         root = self._root / directory_prefix(prefix)
         for directory in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
             with suppress(OSError):  # not empty
                 directory.rmdir()
-        return len(doomed)
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
-        root, before, swept = self._root / directory_prefix(prefix), time.time() - older_than_s, 0
-        for path in root.rglob(".*") if root.is_dir() else ():
-            if path.is_file() and path.stat().st_mtime < before:
-                path.unlink(missing_ok=True)
-                swept += 1
-        return swept
+        root, before = self._root / directory_prefix(prefix), time.time() - older_than_s
+        paths = root.rglob(".*") if root.is_dir() else ()
+        old = [path for path in paths if path.is_file() and path.stat().st_mtime < before]
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)

@@ -28,7 +28,6 @@ from eyrie_api.artifacts.store import (
     AlreadyWritten,
     Sent,
     StoreAccessDenied,
-    StoreCheck,
     StoredObject,
     StoreOptions,
     StoreUnavailable,
@@ -63,7 +62,7 @@ class S3Store:
         self._bucket = s3_client.Bucket(parts.netloc, options, self.url)
         self._conditional: bool | None = None
 
-    def check(self) -> StoreCheck:
+    def check(self) -> bool:
         """See `ArtifactStore`. Tests whether the server honours If-None-Match: some ignore it silently."""
         place: dict[str, Any] = {"Bucket": self._bucket.name, "Key": f"{self._prefix}_check/{uuid.uuid4().hex}"}
         with self._bucket.translating_errors("the check of the store"):
@@ -82,7 +81,7 @@ class S3Store:
         if not self._conditional:
             log.warning("%s ignores If-None-Match: two writers of one manifest are detected by reads before and after "
                         "the write, with a race of milliseconds", self._bucket.options.endpoint_url or "S3")
-        return StoreCheck(conditional_writes=self._conditional)
+        return self._conditional
 
     def stat(self, key: str) -> StoredObject | None:
         try:
@@ -101,14 +100,12 @@ class S3Store:
             self._compare(key, digest_bytes(data), expected)
         return data
 
-    def write(self, key: str, data: bytes) -> StoredObject:
+    def write(self, key: str, data: bytes) -> None:
         with self._bucket.translating_errors(key):
-            return self._put(key, data)
+            self._put(key, data)
 
     def write_once(self, key: str, data: bytes) -> bool:
-        if self._conditional is None:
-            self.check()
-        if not self._conditional:
+        if not (self.check() if self._conditional is None else self._conditional):
             if self.stat(key) is None:
                 self.write(key, data)
                 self._refuse_other(key, data)
@@ -123,26 +120,25 @@ class S3Store:
         self._refuse_other(key, data)
         return False
 
-    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> None:
         digest, size = digest_file(source), source.stat().st_size
         if size > self._bucket.options.part_size_bytes:
             s3_client.upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest}, sent)
-            return StoredObject(key, size, digest)
+            return
         data = source.read_bytes()
         if digest_bytes(data) != digest:
             raise s3_client.changed(source)
-        written = self.write(key, data)
+        self.write(key, data)
         sent(size)
-        return written
 
-    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> None:
         if size_bytes > self._bucket.options.part_size_bytes:
             s3_client.upload_stream(self._bucket, self._place(key)["Key"], chunks, size_bytes, sha256, {DIGEST: sha256})
-            return StoredObject(key, size_bytes, sha256)
+            return
         data = next(s3_client.in_parts(chunks, size_bytes + 1), b"")
         if (len(data), digest_bytes(data)) != (size_bytes, sha256):
             raise other_bytes(key)
-        return self.write(key, data)
+        self.write(key, data)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
         stored = self.stat(key)
@@ -172,7 +168,7 @@ class S3Store:
         with self._bucket.translating_errors(key):
             self._bucket.client.delete_object(**self._place(key))
 
-    def delete_all(self, prefix: str) -> int:
+    def delete_all(self, prefix: str) -> None:
         doomed = [{"Key": self._place(stored.key)["Key"]} for stored in self.list(prefix)]
         for start in range(0, len(doomed), PAGE):
             batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
@@ -181,32 +177,27 @@ class S3Store:
             for error in answer.get("Errors", ()):
                 raise StoreAccessDenied(f"{error.get('Key')} in {self.url} could not be deleted: {error.get('Code')}",
                                    "check that the credentials permit deletion")
-        return len(doomed)
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
-        before, swept = datetime.fromtimestamp(time.time() - older_than_s, UTC), 0
+        before = datetime.fromtimestamp(time.time() - older_than_s, UTC)
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket.name, Prefix=below)
         try:
             with self._bucket.translating_errors(f"list of unfinished uploads below {below}"):
-                uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+                old = [upload for page in pages for upload in page.get("Uploads", ()) if upload["Initiated"] <= before]
         except ArtifactMissing:  # rclone's server answers NoSuchUpload where no upload has begun since its start
             return 0
-        for upload in uploads:
-            if upload["Initiated"] <= before:
-                s3_client.abort(self._bucket, upload["Key"], upload["UploadId"])
-                swept += 1
-        return swept
+        for upload in old:
+            s3_client.abort(self._bucket, upload["Key"], upload["UploadId"])
+        return len(old)
 
     def _place(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket.name, "Key": self._prefix + checked_key(key)}
 
-    def _put(self, key: str, data: bytes, **conditions: str) -> StoredObject:
-        digest = digest_bytes(data)
-        self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest},
+    def _put(self, key: str, data: bytes, **conditions: str) -> None:
+        self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest_bytes(data)},
                                        ContentMD5=s3_client.md5_base64(data), **conditions)
-        return StoredObject(key, len(data), digest)
 
     def _refuse_other(self, key: str, data: bytes) -> None:
         if self.read(key) != data:

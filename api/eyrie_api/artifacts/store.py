@@ -58,14 +58,6 @@ class StoredObject:
     """`sha256:<hex>` where known: always from `stat` of an object that Eyrie wrote, never from `list`."""
 
 
-@dataclass(frozen=True)
-class StoreCheck:
-    """Capabilities of a store, as observed."""
-
-    conditional_writes: bool
-    """Whether `write_once` is atomic."""
-
-
 class ArtifactStore(Protocol):
     """A place for artifacts.
 
@@ -81,8 +73,9 @@ class ArtifactStore(Protocol):
     def parallel(self) -> int:
         """How many objects may be transferred at once."""
 
-    def check(self) -> StoreCheck:
-        """Write, write again, read and delete a small object: tests credentials, bucket and permissions."""
+    def check(self) -> bool:
+        """Write, write again, read and delete a small object: tests credentials, bucket and permissions. Returns
+        whether `write_once` is atomic."""
 
     def stat(self, key: str) -> StoredObject | None:
         """The object's metadata; None when there is no such object."""
@@ -91,19 +84,19 @@ class ArtifactStore(Protocol):
         """Bytes [start, start + length), fewer at the end; by default all of them, compared with their digest. Raises
         ArtifactMissing, ArtifactCorrupt."""
 
-    def write(self, key: str, data: bytes) -> StoredObject:
+    def write(self, key: str, data: bytes) -> None:
         """Write or replace an object; readers see the old one or the new one."""
 
     def write_once(self, key: str, data: bytes) -> bool:
         """Create an object. False when it exists with the same bytes. Raises AlreadyWritten."""
 
-    def upload(self, key: str, source: Path, sent: Sent = ignore) -> StoredObject:
+    def upload(self, key: str, source: Path, sent: Sent = ignore) -> None:
         """Upload a file. After an interruption the next call resumes, where the store supports it.
 
         sent   called with the number of bytes whenever some more are in the store; from several threads
         """
 
-    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> StoredObject:
+    def write_stream(self, key: str, chunks: Iterable[bytes], *, size_bytes: int, sha256: str) -> None:
         """Write or replace an object whose bytes are made while they are sent; memory holds one part of it. Raises
         ArtifactCorrupt when the chunks have another size or digest: the object is then as it was before."""
 
@@ -119,8 +112,8 @@ class ArtifactStore(Protocol):
     def delete(self, key: str) -> None:
         """Delete an object; no error when there is none."""
 
-    def delete_all(self, prefix: str) -> int:
-        """Delete every object below `prefix/`; return their number."""
+    def delete_all(self, prefix: str) -> None:
+        """Delete every object below `prefix/`."""
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
         """Abort interrupted uploads below `prefix/`, which readers never see; return their number."""

@@ -32,7 +32,6 @@ from celery import Celery
 
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.chores.broker import SHARD_QUEUE, messages_waiting, transport_settings
-from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency
@@ -51,8 +50,8 @@ Step = Callable[[str], None]
 
 
 def make_celery(settings: Settings, advance: Step, *, reconcile_endpoint: Step | None = None,
-                forget: Step | None = None, sweep: Callable[[], None] | None = None, database: Database | None = None,
-                clock: Clock = utc_now) -> Celery:
+                forget: Step | None = None, sweep: Callable[[], None] | None = None,
+                database: Database | None = None) -> Celery:
     """The Celery app with its chores.
 
     `advance(job_id)` takes the job's lease, does one short step, and returns; it may be called at any time, twice, and
@@ -72,7 +71,7 @@ def make_celery(settings: Settings, advance: Step, *, reconcile_endpoint: Step |
         worker_hijack_root_logger=False, worker_enable_remote_control=False,
         # A chore whose connection is lost is delivered again, and may run twice: cancelling it gains nothing.
         worker_cancel_long_running_tasks_on_connection_loss=False)
-    _add_chores(app, settings, database, clock, advance, reconcile_endpoint, forget, sweep)
+    _add_chores(app, settings, database, advance, reconcile_endpoint, forget, sweep)
     return app
 
 
@@ -94,11 +93,11 @@ def queue_lengths(app: Celery, settings: Settings) -> dict[str, Callable[[], int
     return {name: partial(queue_length, app, queue) for name, queue in queues.items()}
 
 
-def _add_chores(app: Celery, settings: Settings, database: Database, clock: Clock, advance: Step,
-                reconcile_endpoint: Step | None, forget: Step | None, sweep: Callable[[], None] | None) -> None:
-    jobs, outbox = Jobs(database, clock), Outbox(database, clock)
-    endpoints, idempotency = Endpoints(database, clock), Idempotency(database, settings.idempotency_ttl_s, clock)
-    webhooks = Webhooks(database, clock, allow_private=settings.webhooks_allow_private,
+def _add_chores(app: Celery, settings: Settings, database: Database, advance: Step, reconcile_endpoint: Step | None,
+                forget: Step | None, sweep: Callable[[], None] | None) -> None:
+    jobs, outbox = Jobs(database), Outbox(database)
+    endpoints, idempotency = Endpoints(database), Idempotency(database, settings.idempotency_ttl_s)
+    webhooks = Webhooks(database, allow_private=settings.webhooks_allow_private,
                         keys=SecretKeys(settings.required_secret_keys()))
 
     @app.task(name="eyrie.advance_job", shared=False)  # type: ignore[untyped-decorator]

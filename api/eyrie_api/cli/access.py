@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.cli.verbs import Json, Screen, Server, connect, verb
-from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.cli.verbs import Screen, project_verb, server_verb
+from eyrie_api.client import Client
 from eyrie_api.contract.access import (
     Action,
     CreatedWebhook,
@@ -31,105 +31,93 @@ from eyrie_api.errors import InvalidInput
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotate, revoke.")
 projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")
 webhooks_app = typer.Typer(no_args_is_help=True, help="URLs to which a project's events are posted.")
-InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJECT", help="Default: your own.")]
 ProjectName = Annotated[str, typer.Argument(metavar="PROJECT", help="Name of the project.")]
 
 
-@verb
-def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@project_verb
+def whoami(client: Client, screen: Screen) -> None:
     """Show the authenticated identity and its permissions."""
-    with connect(server, project) as client:
-        me = client.whoami()
+    me = client.whoami()
     roles = ", ".join(f"{role} in {'every project' if name == '*' else name}" for name, role in me.roles.items())
     narrowed = "" if me.scopes is None else f", narrowed to {', '.join(me.scopes)}"
-    Screen(as_json=as_json).show(me, Text(f"{me.subject}: {roles or 'no role anywhere'}{narrowed}"))
+    screen.show(me, Text(f"{me.subject}: {roles or 'no role anywhere'}{narrowed}"))
 
 
 @keys_app.command("create")
-@verb
+@project_verb
 def keys_create(
+    client: Client, screen: Screen,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Display name.")],
     role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")] = "operator",
     scope: Annotated[list[str] | None, typer.Option("--scope", help="Restrict it, e.g. jobs:read; repeatable.")] = None,
     days: Annotated[float | None, typer.Option(
         "--days", min=0.0, help="Days until it expires; 0: never. Default 90, or until your own key ends.")] = None,
     everywhere: Annotated[bool, typer.Option("--everywhere", help="In every project.")] = False,
-    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Create an API key, which is shown only once."""
-    screen = Screen(as_json=as_json)
     scopes = None if scope is None else tuple(cast(Action, _one_of(action, Action, "--scope")) for action in scope)
     wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes, everywhere=everywhere,
                       **({} if days is None else {"expires_in_days": days or None}))
-    with connect(server, project) as client:
-        created = client.create_key(wanted)
+    created = client.create_key(wanted)
     key = created.key
     _show_once(screen, {"key": key}, created.secret,
                f"key {key.id} of {key.project or 'every project'}: shown only once; use it as EYRIE_TOKEN")
 
 
 @keys_app.command("list")
-@verb
-def keys_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@project_verb
+def keys_list(client: Client, screen: Screen) -> None:
     """List keys, newest first."""
-    with connect(server, project) as client:
-        listed = client.keys()
+    listed = client.keys()
     rows = [(key.id, key.name, key.project or "*", key.role, _day(key.expires_at), _day(key.last_used_at),
              "revoked" if key.revoked_at is not None else "") for key in listed.items]
-    Screen(as_json=as_json).show(listed, _table(("ID", "NAME", "PROJECT", "ROLE", "EXPIRES", "LAST USED", ""), rows,
+    screen.show(listed, _table(("ID", "NAME", "PROJECT", "ROLE", "EXPIRES", "LAST USED", ""), rows,
                                                 "No keys yet: eyrie keys create <name>"))
 
 
 @keys_app.command("revoke")
-@verb
-def keys_revoke(key: Annotated[str, typer.Argument(metavar="KEY", help="Id.")], server: Server = DEFAULT_SERVER,
-                as_json: Json = False) -> None:
+@server_verb
+def keys_revoke(client: Client, screen: Screen, key: Annotated[str, typer.Argument(metavar="KEY", help="Id.")]) -> None:
     """Revoke a key; every server refuses it within seconds."""
-    with connect(server) as client:
-        ended = client.revoke_key(key)
-    Screen(as_json=as_json).show(ended, Text(f"Key {ended.id} ({ended.name}) is revoked."))
+    ended = client.revoke_key(key)
+    screen.show(ended, Text(f"Key {ended.id} ({ended.name}) is revoked."))
 
 
 @keys_app.command("rotate")
-@verb
+@server_verb
 def keys_rotate(
+    client: Client, screen: Screen,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Id.")],
     overlap_s: Annotated[float, typer.Option("--overlap-s", min=0.0, help="Seconds the old one stays valid.")] = 0.0,
-    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Replace a key by a new one with the same permissions."""
-    screen = Screen(as_json=as_json)
-    with connect(server) as client:
-        created = client.rotate_key(key, overlap_s)
+    created = client.rotate_key(key, overlap_s)
     _show_once(screen, {"key": created.key}, created.secret, f"key {created.key.id} replaces {key}; shown only once")
 
 
 @projects_app.command("list")
-@verb
-def projects_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def projects_list(client: Client, screen: Screen) -> None:
     """List the projects in which you have a role, with their usage."""
-    with connect(server) as client:
-        listed = client.projects()
-    Screen(as_json=as_json).show(listed, _projects(listed.items))
+    listed = client.projects()
+    screen.show(listed, _projects(listed.items))
 
 
 @projects_app.command("create")
-@verb
+@server_verb
 def projects_create(
-    name: ProjectName,
+    client: Client, screen: Screen, name: ProjectName,
     description: Annotated[str, typer.Option("--description", help="Text that lists of projects show.")] = "",
-    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Create a project."""
-    with connect(server) as client:
-        created = client.create_project(_checked(CreateProject, name=name, description=description))
-    Screen(as_json=as_json).show(created, _projects([created]))
+    created = client.create_project(_checked(CreateProject, name=name, description=description))
+    screen.show(created, _projects([created]))
 
 
 @projects_app.command("quotas")
-@verb
+@server_verb
 def projects_quotas(
-    name: ProjectName,
+    client: Client, screen: Screen, name: ProjectName,
     jobs: Annotated[int | None, typer.Option("--jobs", min=0, help="Jobs that have not ended.")] = None,
     endpoints: Annotated[int | None, typer.Option("--endpoints", min=0, help="Endpoints that are on.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs that jobs request at one time.")] = None,
@@ -138,36 +126,32 @@ def projects_quotas(
         "--priority-class", help="Kubernetes PriorityClass that may be named; repeatable.")] = None,
     per_minute: Annotated[int | None, typer.Option(
         "--requests-per-minute", min=1, help="Limit of the whole project.")] = None,
-    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Replace a project's quotas; omitted ones are unlimited."""
     wanted = _checked(Quotas, max_jobs=jobs, max_endpoints=endpoints, max_gpus=gpus, max_replicas=replicas,
                       priority_classes=tuple(priority_class) if priority_class else None,
                       requests_per_minute=per_minute)
-    with connect(server) as client:
-        changed = client.set_quotas(name, wanted)
-    Screen(as_json=as_json).show(changed, _projects([changed]))
+    changed = client.set_quotas(name, wanted)
+    screen.show(changed, _projects([changed]))
 
 
 @projects_app.command("members")
-@verb
-def projects_members(name: ProjectName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def projects_members(client: Client, screen: Screen, name: ProjectName) -> None:
     """List the members of a project."""
-    with connect(server) as client:
-        listed = client.members(name)
+    listed = client.members(name)
     rows = [(str(member.id), member.kind, member.value, member.role, member.issuer) for member in listed.items]
-    Screen(as_json=as_json).show(listed, _table(("ID", "KIND", "VALUE", "ROLE", "ISSUER"), rows, "No members yet."))
+    screen.show(listed, _table(("ID", "KIND", "VALUE", "ROLE", "ISSUER"), rows, "No members yet."))
 
 
 @projects_app.command("add-member")
-@verb
+@server_verb
 def projects_add_member(
-    name: ProjectName,
+    client: Client, screen: Screen, name: ProjectName,
     role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")],
     subject: Annotated[str | None, typer.Option("--subject", help="`sub` of their tokens.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="A group in their tokens.")] = None,
     issuer: Annotated[str | None, typer.Option("--issuer", help="Default: the one the server trusts.")] = None,
-    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Give a role to a subject or a group."""
     if (subject is None) == (group is None):
@@ -175,37 +159,32 @@ def projects_add_member(
                            "eyrie projects add-member chat --role viewer --group engineers")
     wanted = _checked(CreateMember, kind="group" if subject is None else "subject", value=subject or group,
                       role=_one_of(role, Role, "--role"), issuer=issuer)
-    with connect(server) as client:
-        member = client.add_member(name, wanted)
-    Screen(as_json=as_json).show(member, Text(f"{member.kind} {member.value} is {member.role} in {member.project}."))
+    member = client.add_member(name, wanted)
+    screen.show(member, Text(f"{member.kind} {member.value} is {member.role} in {member.project}."))
 
 
 @projects_app.command("remove-member")
-@verb
+@server_verb
 def projects_remove_member(
-    name: ProjectName, member: Annotated[int, typer.Argument(
+    client: Client, screen: Screen, name: ProjectName, member: Annotated[int, typer.Argument(
         metavar="MEMBER", help="Its number in `eyrie projects members`.")],
-    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Remove a member."""
-    with connect(server) as client:
-        client.remove_member(name, member)
-    Screen(as_json=as_json).show({"id": member, "removed": True}, Text(f"Member {member} of {name} is removed."))
+    client.remove_member(name, member)
+    screen.show({"id": member, "removed": True}, Text(f"Member {member} of {name} is removed."))
 
 
-@verb
+@project_verb
 def audit(
+    client: Client, screen: Screen,
     actor: Annotated[str | None, typer.Option("--actor", help="e.g. key:<id>")] = None,
     done: Annotated[str | None, typer.Option("--verb", help="e.g. job.create")] = None,
     thing: Annotated[str | None, typer.Option("--object", help="e.g. job/<id>")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     before: Annotated[int | None, typer.Option("--before", help="next_before of the previous page.")] = None,
-    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Show the audit log, newest first: changes and refused attempts."""
-    screen = Screen(as_json=as_json)
-    with connect(server, project) as client:
-        page = client.audit(actor=actor, verb=done, thing=thing, before=before, limit=limit)
+    page = client.audit(actor=actor, verb=done, thing=thing, before=before, limit=limit)
     rows = [(entry.time.astimezone().strftime("%m-%d %H:%M:%S"), entry.actor, entry.verb, entry.object,
              entry.project or "-", entry.outcome) for entry in page.items]
     screen.show(page, _table(("TIME", "WHO", "DID", "TO", "PROJECT", "OUTCOME"), rows, "Nothing yet."))
@@ -214,69 +193,63 @@ def audit(
 
 
 @webhooks_app.command("create")
-@verb
+@project_verb
 def webhooks_create(
+    client: Client, screen: Screen,
     url: Annotated[str, typer.Argument(metavar="URL", help="Address to which events are posted.")],
     event: Annotated[list[str] | None, typer.Option("--event", help="e.g. job.failed; default: all.")] = None,
-    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Post a project's events to a URL. The signing secret is shown only once."""
     events = [cast(WebhookEvent, _one_of(name, WebhookEvent, "--event")) for name in event or ()]
     wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
-    with connect(server, project) as client:
-        _show_webhook(client.create_webhook(wanted), Screen(as_json=as_json))
+    _show_webhook(client.create_webhook(wanted), screen)
 
 
 @webhooks_app.command("list")
-@verb
-def webhooks_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@project_verb
+def webhooks_list(client: Client, screen: Screen) -> None:
     """List webhooks."""
-    with connect(server, project) as client:
-        listed = client.webhooks()
+    listed = client.webhooks()
     rows = [(hook.id, hook.project, hook.url, ", ".join(hook.events), hook.disabled_reason or "on")
             for hook in listed.items]
-    Screen(as_json=as_json).show(listed, _table(("ID", "PROJECT", "URL", "EVENTS", "STATE"), rows, "No webhooks yet."))
+    screen.show(listed, _table(("ID", "PROJECT", "URL", "EVENTS", "STATE"), rows, "No webhooks yet."))
 
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id.")]
 
 
 @webhooks_app.command("rotate")
-@verb
-def webhooks_rotate(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def webhooks_rotate(client: Client, screen: Screen, webhook: WebhookId) -> None:
     """Replace a webhook's secret. The new one, shown only once, signs every attempt from now on."""
-    with connect(server) as client:
-        _show_webhook(client.rotate_webhook(webhook), Screen(as_json=as_json))
+    _show_webhook(client.rotate_webhook(webhook), screen)
 
 
 @webhooks_app.command("delete")
-@verb
-def webhooks_delete(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def webhooks_delete(client: Client, screen: Screen, webhook: WebhookId) -> None:
     """Delete a webhook with its deliveries."""
-    with connect(server) as client:
-        client.delete_webhook(webhook)
-    Screen(as_json=as_json).show({"id": webhook, "deleted": True}, Text(f"Webhook {webhook} is deleted."))
+    client.delete_webhook(webhook)
+    screen.show({"id": webhook, "deleted": True}, Text(f"Webhook {webhook} is deleted."))
 
 
 @webhooks_app.command("deliveries")
-@verb
-def webhooks_deliveries(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def webhooks_deliveries(client: Client, screen: Screen, webhook: WebhookId) -> None:
     """List a webhook's latest deliveries."""
-    with connect(server) as client:
-        listed = client.deliveries(webhook)
+    listed = client.deliveries(webhook)
     rows = [(delivery.id, delivery.event, delivery.state, str(delivery.attempts),
              str(delivery.status or delivery.error or "-"), _day(delivery.next_at)) for delivery in listed.items]
-    Screen(as_json=as_json).show(listed, _table(("ID", "EVENT", "STATE", "ATTEMPTS", "ANSWER", "NEXT"), rows,
+    screen.show(listed, _table(("ID", "EVENT", "STATE", "ATTEMPTS", "ANSWER", "NEXT"), rows,
                                                 "Nothing was sent yet."))
 
 
 @webhooks_app.command("ping")
-@verb
-def webhooks_ping(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def webhooks_ping(client: Client, screen: Screen, webhook: WebhookId) -> None:
     """Send a test event; a successful one enables the webhook again."""
-    with connect(server) as client:
-        sent = client.ping_webhook(webhook)
-    Screen(as_json=as_json).show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
+    sent = client.ping_webhook(webhook)
+    screen.show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
 
 
 def _show_webhook(made: CreatedWebhook, screen: Screen) -> None:

@@ -9,7 +9,7 @@ otherwise; 2 is a wrong command line.
 import subprocess
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from eyrie_api.artifacts import installed_version
 from eyrie_api.cli import access, plots, tables, watch
 from eyrie_api.cli import chat as chatting
 from eyrie_api.cli.spec import build_job, comparison, measurement
-from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, verb
+from eyrie_api.cli.verbs import Json, Screen, Server, connect, printable, server_verb, verb
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.clock import utc_now
 from eyrie_api.contract.endpoints import HistoryKind
@@ -31,7 +31,7 @@ from eyrie_api.contract.engine import EngineKind
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.plan import Plan
 from eyrie_api.contract.stages import StageName
-from eyrie_api.contract.status import Job
+from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.data_files import SUFFIXES, is_pattern, is_remote
 from eyrie_api.errors import EyrieError, GpuTooSmall, InvalidInput, NotFound, NoUsableData, TargetNotFound
 from eyrie_api.settings import DEFAULT_PORT, Settings
@@ -137,8 +137,7 @@ def train(
     settings: Set = None,
     follow: Watch = True,
     local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none is running.")] = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Train a drafter for a target: regenerate, capture, train, benchmark, tune, prove, promote."""
     job = build_job(file=file, name=name, target=target, revision=revision, dtype=dtype, data=data or (),
@@ -161,8 +160,7 @@ def compare(
     settings: Set = None,
     follow: Watch = True,
     local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none is running.")] = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Train a drafter of every family for a target, from one capture and on the same rows, and rank them together with
     n-gram look-up, rivals and no drafter.
@@ -235,23 +233,21 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
 
 
 @app.command()
-@verb
-def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
-         measure: Annotated[bool, typer.Option(
+@server_verb
+def plan(client: Client, screen: Screen, target: Target = None, data: Data = None, file: File = None,
+         settings: Set = None, measure: Annotated[bool, typer.Option(
              "--measure", help="Time the rounds that the needed tau is computed from, by a job of minutes: a drafter "
-                               "of one training step in the job's engine.")] = False,
-         server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+                               "of one training step in the job's engine.")] = False) -> None:
     """Estimate a job's tokens, bytes and hours, with all assumptions, without running it.
 
     Ends with 78 where memory or disk are too small for such a job, which would be refused.
     """
     job = build_job(file=file, target=target, data=data or (), settings=settings or ())
-    job = absolute_paths(job, server, target, data or ())
-    screen, smaller = Screen(as_json=as_json), measurement(job) if measure else None
-    with connect(server) as client:
-        planned = client.plan(job)
-        if smaller is not None and planned.possible:
-            planned = timed(client, smaller, planned, screen)
+    job = absolute_paths(job, client.base_url, target, data or ())
+    smaller = measurement(job) if measure else None
+    planned = client.plan(job)
+    if smaller is not None and planned.possible:
+        planned = timed(client, smaller, planned, screen)
     screen.show(planned, tables.plan_view(planned))
     if not planned.possible:
         raise typer.Exit(GpuTooSmall.exit_code)
@@ -269,30 +265,26 @@ def timed(client: Client, job: JobSpec, planned: Plan, screen: Screen) -> Plan:
 
 
 @app.command()
-@verb
+@server_verb
 def jobs(
+    client: Client, screen: Screen,
     phase: Annotated[str | None, typer.Option("--phase", help="Only jobs in this phase, e.g. Running.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=200)] = 20,
     cursor: Annotated[str | None, typer.Option("--cursor", help="next_cursor of the previous page.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    screen = Screen(as_json=as_json)
-    with connect(server) as client:
-        page = client.jobs(phase=phase, limit=limit, cursor=cursor)
+    page = client.jobs(phase=phase, limit=limit, cursor=cursor)
     screen.show(page, tables.jobs_table(page.items, utc_now()))
     if page.next_cursor:
         screen.note(f"more: eyrie jobs --cursor {page.next_cursor}")
 
 
 @app.command()
-@verb
-def alerts(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def alerts(client: Client, screen: Screen) -> None:
     """List what needs a person: failures, decisions, drift, quotas, what waits; each with what to do."""
-    with connect(server) as client:
-        listed = client.alerts()
-    Screen(as_json=as_json).show(listed, tables.alerts_view(listed.items, utc_now()))
+    listed = client.alerts()
+    screen.show(listed, tables.alerts_view(listed.items, utc_now()))
 
 
 @app.command("attention", hidden=True)
@@ -303,128 +295,111 @@ def attention() -> None:
 
 
 @app.command("job")
-@verb
-def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def job_(client: Client, screen: Screen, job: JobId) -> None:
     """Show one job: stages, time left, conditions, decision."""
     left = None
-    with connect(server) as client:
-        shown = find_job(client, job)
-        if shown.status.phase == "Running" and not as_json:
-            with suppress(NotFound):  # it has no plan
-                left = client.planned_and_actual(shown.id).time_left
-    Screen(as_json=as_json).show(shown, tables.job_view(shown, utc_now(), left))
+    shown = find_job(client, job)
+    if shown.status.phase == "Running" and not screen.as_json:
+        with suppress(NotFound):  # it has no plan
+            left = client.planned_and_actual(shown.id).time_left
+    screen.show(shown, tables.job_view(shown, utc_now(), left))
 
 
 app.command("show", hidden=True)(job_)
 
 
 @app.command()
-@verb
-def calibrate(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def calibrate(client: Client, screen: Screen, job: JobId) -> None:
     """Compare a job's plan with what its stages took, and print the machine's rates for later plans."""
-    with connect(server) as client:
-        compared = client.planned_and_actual(find_job(client, job).id)
-    Screen(as_json=as_json).show(compared, tables.calibration_view(compared))
+    compared = client.planned_and_actual(find_job(client, job).id)
+    screen.show(compared, tables.calibration_view(compared))
 
 
 @app.command("watch")
-@verb
-def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job.")] = None,
-           server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def watch_(client: Client, screen: Screen, job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job.")] = None) -> None:
     """Watch a job until it ends, across restarts of the server."""
-    with connect(server) as client:
-        if job is None:
-            newest = client.jobs(limit=1).items
-            if not newest:
-                raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
-            job = newest[0].id
-        follow_job(client, find_job(client, job).id, Screen(as_json=as_json))
+    if job is None:
+        newest = client.jobs(limit=1).items
+        if not newest:
+            raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
+        job = newest[0].id
+    follow_job(client, find_job(client, job).id, screen)
 
 
 @app.command()
-@verb
+@server_verb
 def logs(
-    job: JobId,
+    client: Client, screen: Screen, job: JobId,
     stage: Annotated[str | None, typer.Option("--stage", help="Default: the running, failed or last stage.")] = None,
     key: Annotated[str, typer.Option("--key", help="Candidate or checkpoint.")] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep streaming.")] = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Show the log of a stage."""
-    screen = Screen(as_json=as_json)
-    with connect(server) as client:
-        shown = find_job(client, job)
-        started = [status for status in shown.status.stages if status.started_at is not None]
-        matching = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
-        if not matching:
-            known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
-            raise InvalidInput(f"job {shown.id} has no log of stage {stage or 'any'} {key}".rstrip(),
-                               f"it has: {known}" if known else "no stage has started yet")
-        picked = next((status for state in ("Failed", "Running") for status in matching if status.state == state),
-                      matching[-1])
-        for line in client.logs(shown.id, picked.stage, key=picked.key, follow=follow):
-            screen.line({"stage": picked.stage, "key": picked.key, "line": line}, Text(printable(line)))
+    shown = find_job(client, job)
+    started = [status for status in shown.status.stages if status.started_at is not None]
+    matching = [status for status in started if stage in (None, status.stage) and (not key or status.key == key)]
+    if not matching:
+        known = ", ".join(f"{status.stage}{' --key ' + status.key if status.key else ''}" for status in started)
+        raise InvalidInput(f"job {shown.id} has no log of stage {stage or 'any'} {key}".rstrip(),
+                           f"it has: {known}" if known else "no stage has started yet")
+    picked = next((status for state in ("Failed", "Running") for status in matching if status.state == state),
+                  matching[-1])
+    for line in client.logs(shown.id, picked.stage, key=picked.key, follow=follow):
+        screen.line({"stage": picked.stage, "key": picked.key, "line": line}, Text(printable(line)))
 
 
 @app.command()
-@verb
+@server_verb
 def events(
-    job: JobId,
+    client: Client, screen: Screen, job: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep streaming until the job ends.")] = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Show a job's events, in order."""
-    screen = Screen(as_json=as_json)
-    with connect(server) as client:
-        for event in client.events(find_job(client, job).id, follow=follow):
-            screen.line(event, tables.event_text(event))
+    for event in client.events(find_job(client, job).id, follow=follow):
+        screen.line(event, tables.event_text(event))
 
 
 @app.command()
-@verb
+@server_verb
 def metrics(
-    job: JobId,
+    client: Client, screen: Screen, job: JobId,
     name: Annotated[str | None, typer.Option("--name", help="Only this series, e.g. loss.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Show a job's metrics: loss, acceptance per position, theoretical speed-up."""
-    with connect(server) as client:
-        series = client.metrics(find_job(client, job).id, name=name)
-    Screen(as_json=as_json).show({"items": series}, tables.series_table(series))
+    series = client.metrics(find_job(client, job).id, name=name)
+    screen.show({"items": series}, tables.series_table(series))
 
 
 @app.command()
-@verb
+@server_verb
 def leaderboard(
+    client: Client, screen: Screen,
     target: Annotated[str | None, typer.Option("--target", help="Only drafters of this target.")] = None,
     family: Annotated[str | None, typer.Option("--family", help="Only drafters of this family.")] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Rank by this suite alone.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="Rank by this one alone.")] = None,
     engine: Annotated[EngineKind | None, typer.Option("--engine", help="Rank by measurements in this one.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """List measured checkpoints, best first."""
-    if target is not None and is_local(server):
+    if target is not None and is_local(client.base_url):
         target = _absolute(target, "--target", TargetNotFound)  # as a job has it
-    with connect(server) as client:
-        entries = client.leaderboard(target=target, family=family, suite=suite, temperature=temperature, engine=engine)
-    Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
+    entries = client.leaderboard(target=target, family=family, suite=suite, temperature=temperature, engine=engine)
+    screen.show({"items": entries}, tables.leaderboard_table(entries))
 
 
 @app.command("plots")
-@verb
+@server_verb
 def plots_(
+    client: Client, screen: Screen,
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id, its beginning, or its name.")] = None,
     endpoint: Annotated[str | None, typer.Option("--endpoint", help="The figures of this endpoint instead.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Directory for the files.")] = Path("plots"),
     kind: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
     theme: Annotated[str, typer.Option("--theme", help="light or dark.")] = "light",
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Write the figures of a job or an endpoint, those of its console page, as SVG or PNG files."""
     if (job is None) == (endpoint is None):
@@ -432,87 +407,74 @@ def plots_(
     for flag, value, known in (("--format", kind, ("svg", "png")), ("--theme", theme, ("light", "dark"))):
         if value not in known:
             raise InvalidInput(f"{flag} {value!r} is not known", f"give {' or '.join(known)}")
-    with connect(server) as client:
-        figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
-            client, find_job(client, job or "").id)
+    figures = client.endpoint_figures(endpoint) if endpoint is not None else plots.figures_of_job(
+        client, find_job(client, job or "").id)
     files = plots.write_figures(figures, out, cast(plots.Format, kind), cast(Any, theme)) if figures else []
-    Screen(as_json=as_json).show({"files": [str(file) for file in files]}, "\n".join(map(str, files)) or (
+    screen.show({"files": [str(file) for file in files]}, "\n".join(map(str, files)) or (
         "no figures yet: those of a job appear while it trains and when the benchmark, tune and prove stages finish, "
         "those of an endpoint with its first window of acceptance"))
 
 
 @app.command("open")
-@verb
+@server_verb
 def open_console(
+    client: Client, screen: Screen,
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name. Default: the home page.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Open the console in a browser, and print its address."""
-    with connect(server) as client:
-        path = "/" if job is None else f"/console/jobs/{find_job(client, job).id}"
-        url = client.base_url + path
-    opened = not as_json and webbrowser.open(url)
-    Screen(as_json=as_json).show({"url": url}, url if opened else f"{url}  (no browser here: open it yourself)")
+    path = "/" if job is None else f"/console/jobs/{find_job(client, job).id}"
+    url = client.base_url + path
+    opened = not screen.as_json and webbrowser.open(url)
+    screen.show({"url": url}, url if opened else f"{url}  (no browser here: open it yourself)")
 
 
 @app.command()
-@verb
-def cancel(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def cancel(client: Client, screen: Screen, job: JobId) -> None:
     """Stop a job. Its finished stages are kept."""
-    with connect(server) as client:
-        ended = client.cancel(find_job(client, job).id)
-    Screen(as_json=as_json).show(ended, f"Job {ended.id} is {ended.status.phase.lower()}. "
-                                        f"Go on later: eyrie retry {ended.id}")
+    ended = client.cancel(find_job(client, job).id)
+    screen.show(ended, f"Job {ended.id} is {ended.status.phase.lower()}. Go on later: eyrie retry {ended.id}")
 
 
 @app.command()
-@verb
+@server_verb
 def retry(
-    job: JobId,
+    client: Client, screen: Screen, job: JobId,
     from_stage: Annotated[StageName | None, typer.Option(
         "--from", help="Run again from this stage: its output and that of the later stages is removed.")] = None,
     follow: Watch = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Resume a failed or cancelled job after its last finished stage, or run an ended one again from a stage."""
-    screen = Screen(as_json=as_json)
-    with connect(server) as client:
-        again = client.retry(find_job(client, job).id, from_stage)
-        if follow:
-            follow_job(client, again.id, screen)
-            return
+    again = client.retry(find_job(client, job).id, from_stage)
+    if follow:
+        follow_job(client, again.id, screen)
+        return
     screen.show(again, f"Job {again.id}: attempt {again.status.attempt}. Follow it: eyrie watch {again.id}")
 
 
 @app.command()
-@verb
+@server_verb
 def delete(
-    job: JobId,
+    client: Client, screen: Screen, job: JobId,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Delete a job and its files."""
-    with connect(server) as client:
-        doomed = find_job(client, job)
-        if not yes and not as_json:
-            typer.confirm(f"Delete job {doomed.id} and every file it wrote?", abort=True)
-        is_deleted = client.delete(doomed.id)
+    doomed = find_job(client, job)
+    if not yes and not screen.as_json:
+        typer.confirm(f"Delete job {doomed.id} and every file it wrote?", abort=True)
+    is_deleted = client.delete(doomed.id)
     words = "deleted." if is_deleted else "is being cancelled and will be deleted once it has stopped."
-    Screen(as_json=as_json).show({"id": doomed.id, "deleted": is_deleted}, f"Job {doomed.id} {words}")
+    screen.show({"id": doomed.id, "deleted": is_deleted}, f"Job {doomed.id} {words}")
 
 
 @app.command()
-@verb
+@server_verb
 def storage(
+    client: Client, screen: Screen,
     clean: Annotated[bool, typer.Option("--clean/--dry-run", help="Remove the removable files.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Include failed jobs.")] = False,
     home: Annotated[Path | None, typer.Option("--home", help="The server's home. Default: EYRIE_HOME.")] = None,
     store: Annotated[str | None, typer.Option("--store", help="An artifact store (s3://...) instead.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """List the files jobs hold, and which may be removed: captured states, training states, unused checkpoints.
 
@@ -524,19 +486,17 @@ def storage(
 
     root = home or Settings.from_env().home
     if store is None and not (root / "jobs").is_dir():
-        if home is None and not clean and not failed:
-            screen = Screen(as_json=as_json)
-            with connect(server) as client:
-                usage, last = measured_by(client)
-            screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
-                        + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
-            result = {"removed_bytes": None, **usage.model_dump(mode="json"), "incomplete": last.incomplete}
-            screen.show(result, storage_view(usage, None, {}))
-            return
-        raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
+        if home is not None or clean or failed:
+            raise InvalidInput(f"no jobs below {root}",
+                               "run it where the server's files are, with --home, or give --store")
+        usage, last = measured_by(client)
+        screen.note(f"measured by the server at {last.measured_at.astimezone():%Y-%m-%d %H:%M:%S}"
+                    + (f"; not everything is counted: {last.incomplete}" if last.incomplete else ""))
+        result = {"removed_bytes": None, **usage.model_dump(mode="json"), "incomplete": last.incomplete}
+        screen.show(result, storage_view(usage, None, {}))
+        return
     place = open_store(store) if store is not None else None
-    with connect(server) as client:
-        jobs, served = tuple(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
+    jobs, served = all_jobs(client), storage_usage.served_by(client.endpoints().items)
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
     read = partial(storage_usage.read_in_home, root) if place is None else place.read
     readers = storage_usage.reused_by(storage_usage.that_have_not("Regenerated", jobs), read)
@@ -550,7 +510,7 @@ def storage(
         freed = (storage_usage.remove_from_home(root, usage) if place is None
                  else storage_usage.remove_from_store(place, usage))
     result = {"removed_bytes": freed, **usage.model_dump(mode="json"), "incomplete": None, "answers_read_by": readers}
-    Screen(as_json=as_json).show(result, storage_view(usage, freed, readers))
+    screen.show(result, storage_view(usage, freed, readers))
 
 
 @endpoints_app.callback(invoke_without_command=True)
@@ -563,88 +523,77 @@ def endpoints(context: typer.Context, server: Server = DEFAULT_SERVER, as_json: 
 EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")]
 
 
-def _endpoint_verb(act: Callable[[Client], Any], server: str, as_json: bool) -> None:
-    with connect(server) as client:
-        changed = act(client)
-    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, utc_now()))
+def _show_endpoint(screen: Screen, endpoint: Endpoint) -> None:
+    screen.show(endpoint, tables.endpoint_view(endpoint, utc_now()))
 
 
 @endpoints_app.command("list")
-@verb
-def endpoints_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def endpoints_list(client: Client, screen: Screen) -> None:
     """List endpoints."""
-    with connect(server) as client:
-        listed = client.endpoints()
-    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, utc_now()))
+    listed = client.endpoints()
+    screen.show(listed, tables.endpoints_table(listed.items))
 
 
 @endpoints_app.command("show")
-@verb
-def endpoints_show(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def endpoints_show(client: Client, screen: Screen, endpoint: EndpointName) -> None:
     """Show one endpoint and its revisions."""
-    _endpoint_verb(lambda client: client.endpoint(endpoint), server, as_json)
+    _show_endpoint(screen, client.endpoint(endpoint))
 
 
 @endpoints_app.command("promote")
-@verb
+@server_verb
 def endpoints_promote(
-    endpoint: EndpointName,
+    client: Client, screen: Screen, endpoint: EndpointName,
     job: Annotated[str, typer.Option("--job", help="Job whose drafter to serve.")],
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Default: the job's best.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Serve a job's drafter (blue/green)."""
-    _endpoint_verb(lambda client: client.promote(endpoint, job_id=find_job(client, job).id, checkpoint=checkpoint),
-                   server, as_json)
+    _show_endpoint(screen, client.promote(endpoint, job_id=find_job(client, job).id, checkpoint=checkpoint))
 
 
 @endpoints_app.command("rollback")
-@verb
+@server_verb
 def endpoints_rollback(
-    endpoint: EndpointName,
+    client: Client, screen: Screen, endpoint: EndpointName,
     revision: Annotated[int | None, typer.Option("--to", "--revision", help="Default: the previous one.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Serve an earlier revision again."""
-    _endpoint_verb(lambda client: client.rollback(endpoint, revision=revision), server, as_json)
+    _show_endpoint(screen, client.rollback(endpoint, revision=revision))
 
 
 app.command("rollback")(endpoints_rollback)
 
 
 @endpoints_app.command("history")
-@verb
+@server_verb
 def endpoints_history(
-    endpoint: EndpointName,
+    client: Client, screen: Screen, endpoint: EndpointName,
     kind: Annotated[str | None, typer.Option("--kind", help="decided, activated, drift, window, ...")] = None,
     windows: Annotated[bool, typer.Option("--windows", help="Show every window, not only the latest.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 200,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
 ) -> None:
     """Show an endpoint's history: decisions, changes, observations and their actors."""
     if kind is not None and kind not in get_args(HistoryKind):
         raise InvalidInput(f"--kind {kind!r} is not known", f"give one of {', '.join(get_args(HistoryKind))}")
-    with connect(server) as client:
-        read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
+    read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
     every = windows or kind == "window"
-    Screen(as_json=as_json).show(read, tables.history_view(read, endpoint, server, every_window=every))
+    screen.show(read, tables.history_view(read, endpoint, client.base_url, every_window=every))
 
 
 @endpoints_app.command("off")
-@verb
-def endpoints_off(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def endpoints_off(client: Client, screen: Screen, endpoint: EndpointName) -> None:
     """Stop an endpoint's engine; the URL stays reserved."""
-    _endpoint_verb(lambda client: client.off(endpoint), server, as_json)
+    _show_endpoint(screen, client.off(endpoint))
 
 
 @endpoints_app.command("on")
-@verb
-def endpoints_on(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+@server_verb
+def endpoints_on(client: Client, screen: Screen, endpoint: EndpointName) -> None:
     """Start an endpoint's engine again."""
-    _endpoint_verb(lambda client: client.on(endpoint), server, as_json)
+    _show_endpoint(screen, client.on(endpoint))
 
 
 @app.command()
@@ -659,8 +608,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(
         "--max-tokens", min=1, help="Longest answer. Default: the engine's.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same output.")] = None,
-    server: Server = DEFAULT_SERVER,
-    as_json: Json = False,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
     """Chat with an endpoint; shows tokens per second and acceptance length."""
     screen = Screen(as_json=as_json)

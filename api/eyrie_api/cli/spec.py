@@ -149,23 +149,21 @@ def comparison(job: JobSpec, families: Sequence[str] = (), rivals: Sequence[str]
     return validate(document)
 
 
-def read_document(file: Path, option: str = "--file", begins: str = "`target:` and `data:`") -> dict[str, Any]:
-    """The mapping in a YAML or JSON file that an option names. Raises InvalidInput.
-
-    begins   the keys that such a file begins with, for the hint
-    """
+def read_document(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file of --file. Raises InvalidInput."""
     try:
         document = yaml_text.load(file.read_text())
     except FileNotFoundError:
-        raise InvalidInput(f"{option} {file} does not exist", f"give the path of a file with {begins}") from None
+        raise InvalidInput(f"--file {file} does not exist",
+                           "give the path of a file with `target:` and `data:`") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{option} {file} cannot be read: {error}", "give a readable text file") from None
+        raise InvalidInput(f"--file {file} cannot be read: {error}", "give a readable text file") from None
     except yaml.YAMLError as error:
-        raise InvalidInput(f"{option} {file} is not YAML: {' '.join(str(error).split())}",
+        raise InvalidInput(f"--file {file} is not YAML: {' '.join(str(error).split())}",
                            "correct it, or give JSON") from None
     if not isinstance(document, dict):
-        raise InvalidInput(f"{option} {file} holds a {type(document).__name__}, not a mapping",
-                           f"begin it with {begins}")
+        raise InvalidInput(f"--file {file} holds a {type(document).__name__}, not a mapping",
+                           "begin it with `target:` and `data:`")
     return document
 
 

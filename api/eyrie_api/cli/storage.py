@@ -1,6 +1,7 @@
 """`eyrie storage`: the files that jobs hold and which may be removed, as a table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,40 +9,37 @@ from rich.text import Text
 
 from eyrie_api.artifacts.storage_usage import RemovalDecision, StorageUsage, StoredItem
 from eyrie_api.client import Client
-from eyrie_api.contract.status import Job
-from eyrie_api.contract.storage import JobStorage, StoragePage
+from eyrie_api.contract.status import Job, JobList
+from eyrie_api.contract.storage import StoragePage
 from eyrie_api.quantities import size
 
 _PAGE = 200
+PageT = TypeVar("PageT", JobList, StoragePage)
 
 
-def all_jobs(client: Client) -> Iterator[Job]:
-    """Every job the server knows, page by page."""
-    cursor: str | None = None
-    while True:
-        page = client.jobs(limit=_PAGE, cursor=cursor)
-        yield from page.items
-        cursor = page.next_cursor
-        if cursor is None:
-            return
+def all_jobs(client: Client) -> list[Job]:
+    """Every job the server knows."""
+    return [job for page in _pages(client.jobs) for job in page.items]
+
+
+def _pages(read: Callable[..., PageT]) -> Iterator[PageT]:
+    page = read(limit=_PAGE)
+    yield page
+    while page.next_cursor is not None:
+        page = read(limit=_PAGE, cursor=page.next_cursor)
+        yield page
 
 
 def measured_by(client: Client) -> tuple[StorageUsage, StoragePage]:
     """What the server has measured, as it would be measured here but for the names of files; and the last page."""
-    jobs: dict[str, JobStorage] = {}
-    cursor: str | None = None
-    while True:
-        page = client.storage(limit=_PAGE, cursor=cursor)
-        jobs |= {job.job_id: job for job in page.items}
-        cursor = page.next_cursor
-        if cursor is None:
-            break
+    pages = list(_pages(client.storage))
+    jobs = {job.job_id: job for page in pages for job in page.items}
     decisions = tuple(
         RemovalDecision(item=StoredItem(job_id=job.job_id, kind=held.kind, name=held.name, size_bytes=held.size_bytes,
                                         files=()), removable=held.removable, reason=held.reason)
         for job in jobs.values() for held in job.files)
     return StorageUsage(decisions=decisions, total_bytes=sum(job.size_bytes for job in jobs.values()),
-                        removable_bytes=sum(job.removable_bytes for job in jobs.values())), page
+                        removable_bytes=sum(job.removable_bytes for job in jobs.values())), pages[-1]
 
 
 def storage_view(usage: StorageUsage, freed: int | None, readers: Mapping[str, Sequence[str]]) -> RenderableType:

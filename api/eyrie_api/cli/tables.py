@@ -215,7 +215,7 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     return table
 
 
-def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableType:
+def endpoints_table(endpoints: Sequence[Endpoint]) -> RenderableType:
     """One line per endpoint, with what it serves."""
     if not endpoints:
         return Text("No endpoints yet: a job creates one when it promotes a drafter.")
@@ -236,7 +236,7 @@ def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
         table.add_row(f"{mark}{revision.number}", revision_words(revision), times(revision.speedup),
                       "-" if revision.tau is None else f"{revision.tau:.2f}",
                       duration((now - revision.created_at).total_seconds()), revision.reason)
-    parts: list[RenderableType] = [endpoints_table([endpoint], now), Text(), table]
+    parts: list[RenderableType] = [endpoints_table([endpoint]), Text(), table]
     if endpoint.conditions:
         parts += [Text(), conditions_table(endpoint.conditions, now)]
     return Group(*parts)

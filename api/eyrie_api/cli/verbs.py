@@ -3,6 +3,7 @@ that runs on this machine."""
 
 import fcntl
 import functools
+import inspect
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
@@ -26,6 +27,7 @@ from eyrie_api.settings import Settings
 Params = ParamSpec("Params")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Server = Annotated[str, typer.Option("--server", envvar="EYRIE_SERVER", help="Address of the control plane.")]
+InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJECT", help="Default: your own.")]
 
 
 def verb(function: Callable[Params, None]) -> Callable[Params, None]:
@@ -118,6 +120,29 @@ class Screen:
         self.err.print(Text.assemble(("error: ", "bold red"), f"{error.reason}: {error.message}"), soft_wrap=True)
         if error.hint:
             self.err.print(Text.assemble(("hint:  ", "bold green"), error.hint), soft_wrap=True)
+
+
+def server_verb(function: Callable[Concatenate[Client, Screen, ...], None], *,
+                in_project: bool = False) -> Callable[..., None]:
+    """A verb that gets a client of the server and the screen. --server and --json, and in a project --project, follow
+    its own options in the signature that typer reads."""
+
+    @functools.wraps(function)
+    def with_client(*, server: str, as_json: bool, project: str | None = None, **own: Any) -> None:
+        with connect(server, project) as client:
+            function(client, Screen(as_json=as_json), **own)
+
+    shared: list[tuple[str, Any, Any]] = [("server", Server, DEFAULT_SERVER), ("as_json", Json, False)]
+    if in_project:
+        shared.insert(0, ("project", InProject, None))
+    own = list(inspect.signature(function).parameters.values())[2:]
+    with_client.__signature__ = inspect.Signature([*own, *(  # type: ignore[attr-defined]
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, kind, default in shared)])
+    return verb(with_client)
+
+
+project_verb = functools.partial(server_verb, in_project=True)
 
 
 def printable(text: str) -> str:

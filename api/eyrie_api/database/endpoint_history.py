@@ -81,16 +81,11 @@ class Histories:
             items = tuple(render(HistoryEntry, row) for row in reversed(rows[:limit]))
         return History(items=items, next_before=items[0].id if len(rows) > limit else None)
 
-    def latest(self, endpoint: str, kind: HistoryKind) -> HistoryEntry | None:
-        query = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == kind)
-        with self._database.reading() as session:
-            row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()
-            return None if row is None else render(HistoryEntry, row)
-
-    def latest_of_all(self, kinds: Collection[HistoryKind]) -> tuple[HistoryEntry, ...]:
-        """The latest entry of each of these kinds of every endpoint the caller sees; by one query."""
+    def latest(self, endpoints: Collection[str], kinds: Collection[HistoryKind]) -> tuple[HistoryEntry, ...]:
+        """The latest entry of each of these kinds of those of the endpoints that the caller sees; by one query."""
         latest = select(func.max(HistoryRow.id)).where(
-            HistoryRow.kind.in_(kinds), endpoint_names.visible_to(HistoryRow.endpoint, self._scope, "endpoints:read")
+            HistoryRow.kind.in_(kinds), HistoryRow.endpoint.in_(endpoints),
+            endpoint_names.visible_to(HistoryRow.endpoint, self._scope, "endpoints:read"),
         ).group_by(HistoryRow.endpoint, HistoryRow.kind)
         with self._database.reading() as session:
             rows = session.scalars(select(HistoryRow).where(HistoryRow.id.in_(latest)).order_by(HistoryRow.id)).all()

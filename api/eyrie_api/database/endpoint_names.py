@@ -48,12 +48,6 @@ def visible_to(name: Any, scope: Scope, action: Action) -> ColumnElement[bool]:
         select(EndpointNameRow.name).where(scope.sees(EndpointNameRow.project, action))))
 
 
-def in_project(name: Any, project: str) -> ColumnElement[bool]:
-    """The condition on a column of endpoint names for rows of the project."""
-    return cast("ColumnElement[bool]", name.in_(
-        select(EndpointNameRow.name).where(EndpointNameRow.project == project)))
-
-
 def with_project_endpoint(spec: JobSpec, project: str) -> JobSpec:
     """The job with its project's default endpoint: `default` means the endpoint named like the project, since the name
     `default` itself exists once in an installation."""

@@ -39,26 +39,20 @@ class Once:
         return cls(key, route if project == DEFAULT_PROJECT else f"{project}:{route}", body_digest)
 
 
-@dataclass(frozen=True)
-class Replay:
-    status: int
-    response: dict[str, Any]
-
-
 class Idempotency:
     """Keys with their responses, and the removal of expired ones."""
 
     def __init__(self, database: Database, ttl_s: float, clock: Clock = utc_now) -> None:
         self._database, self._ttl_s, self._clock = database, ttl_s, clock
 
-    def store(self, session: Session, once: Once, status: int, response: dict[str, Any]) -> None:
+    def store(self, session: Session, once: Once, response: dict[str, Any]) -> None:
         """Store the response, inside the transaction that makes the change. The flush raises IntegrityError when the
         key exists: call `find` then, and retry if it returns None."""
         now = self._clock()
-        session.add(IdempotencyRow(key=once.key, route=once.route, body_digest=once.body_digest, status=status,
+        session.add(IdempotencyRow(key=once.key, route=once.route, body_digest=once.body_digest, status=202,
                                    response=response, created_at=now, expires_at=now + timedelta(seconds=self._ttl_s)))
 
-    def find(self, once: Once) -> Replay | None:
+    def find(self, once: Once) -> dict[str, Any] | None:
         """The response of the first request; None when there is none, or it has expired. Raises
         IdempotencyMismatch."""
         with self._database.writing() as session:
@@ -73,7 +67,7 @@ class Idempotency:
             if row.body_digest != once.body_digest:
                 raise IdempotencyMismatch(f"Idempotency-Key {once.key!r} was used before with another body",
                                           "send a new key with a new request")
-            return Replay(row.status, row.response)
+            return row.response
 
     def sweep(self) -> int:
         """Delete expired rows; return their number."""

@@ -17,7 +17,7 @@ from eyrie_api.contract.records import STAGE_RECORD, EventRecord, MetricRecord, 
 from eyrie_api.contract.rules import first_problem
 from eyrie_api.contract.stages import StageName
 from eyrie_api.database.engine import Database, upsert
-from eyrie_api.database.jobs import Metric, put_metric
+from eyrie_api.database.jobs import put_metric
 from eyrie_api.database.tables import EventRow, IngestRow, JobRow, StageRow
 from eyrie_api.errors import NotFound
 
@@ -77,7 +77,7 @@ class Ingest:
             session.add(EventRow(job_id=job_id, time=record.time, type=record.type, reason=record.reason,
                                  message=record.message, stage=stage, key=key, data=record.data))
         elif isinstance(record, MetricRecord):
-            put_metric(session, job_id, stage, key, Metric(record.name, record.step, record.value, record.time))
+            put_metric(session, job_id, stage, key, record)
         else:
             progress = record.model_dump(mode="json", exclude={"kind", "time"})
             row = session.get(StageRow, (job_id, stage, key))

@@ -30,7 +30,7 @@ from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.contract.access import Action, WebhookEvent
 from eyrie_api.contract.job import JobSpec
-from eyrie_api.contract.records import WaitingPod
+from eyrie_api.contract.records import MetricRecord, WaitingPod
 from eyrie_api.contract.resolved import Demand, ResolvedJob
 from eyrie_api.contract.stages import STAGES, StageName
 from eyrie_api.contract.status import (
@@ -42,12 +42,11 @@ from eyrie_api.contract.status import (
     MetricPoint,
     MetricSeries,
     Phase,
-    StageStatus,
 )
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount, upsert
-from eyrie_api.database.idempotency import Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_job
 from eyrie_api.database.rendering import (
@@ -107,14 +106,6 @@ class Intent:
 
 
 @dataclass(frozen=True)
-class Metric:
-    name: str
-    step: int
-    value: float
-    time: datetime
-
-
-@dataclass(frozen=True)
 class NewEvent:
     reason: str
     message: str
@@ -134,7 +125,7 @@ class Jobs:
     # Requests.
 
     def submit_once(self, resolved: ResolvedJob, once: Once | None, project: str | None = None,
-                    submitted: JobSpec | None = None) -> Job | Replay:
+                    submitted: JobSpec | None = None) -> Job | dict[str, Any]:
         """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
         Race: of two requests with the same key, the unique constraint on the key rejects the second one's transaction
@@ -161,35 +152,32 @@ class Jobs:
         the name belongs to another project, QuotaReached and PriorityClassRefused.
         """
         with self.database.writing() as session:
-            job = self._accept(session, resolved, project, submitted or resolved.spec)
+            spec, named = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+            endpoint = spec.serve.endpoint
+            project = named or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
+            endpoint_names.claim(session, endpoint, project, self._clock)
+            if named is not None:
+                check_job(session, named, spec, resolved.demand)
+            now, job_id = self._clock(), new_job_id()
+            accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
+                                 last_transition_time=now)
+            status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
+            submission = {"document": (submitted or spec).model_dump(mode="json", exclude_unset=True),
+                          "resolved": resolved.model_dump(mode="json", exclude={"spec"})}  # the spec has its own column
+            session.add(JobRow(
+                id=job_id, name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
+                status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
+                cancel_requested=False, delete_requested=False, project=project, created_at=now, updated_at=now,
+                submission=submission, num_gpus=resolved.demand.num_gpus, num_replicas=resolved.demand.num_replicas))
+            session.flush()  # the rows below refer to it
+            session.add_all(LabelRow(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
+            self._note(session, job_id, "Accepted", f"job {spec.name or job_id} accepted")
+            enqueue(session, "advance_job", job_id, self._clock)
+            record_change(session, self._scope, self._clock, "job.create", f"job/{job_id}", project)
+            job = Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
             if once is not None and self._idempotency is not None:
-                self._idempotency.store(session, once, 202, job.model_dump(mode="json"))
-        return job
-
-    def _accept(self, session: Session, resolved: ResolvedJob, project: str | None, submitted: JobSpec) -> Job:
-        spec, named = resolved.spec, project or (None if self._scope.is_system else self._scope.home("jobs:write"))
-        endpoint = spec.serve.endpoint
-        project = named or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
-        endpoint_names.claim(session, endpoint, project, self._clock)
-        if named is not None:
-            check_job(session, named, spec, resolved.demand)
-        now, job_id = self._clock(), new_job_id()
-        accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
-                             last_transition_time=now)
-        status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
-        submission = {"document": submitted.model_dump(mode="json", exclude_unset=True),
-                      "resolved": resolved.model_dump(mode="json", exclude={"spec"})}  # the spec has its own column
-        session.add(JobRow(
-            id=job_id, name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
-            status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
-            cancel_requested=False, delete_requested=False, project=project, created_at=now, updated_at=now,
-            submission=submission, num_gpus=resolved.demand.num_gpus, num_replicas=resolved.demand.num_replicas))
-        session.flush()  # the rows below refer to it
-        session.add_all(LabelRow(job_id=job_id, key=key, value=value) for key, value in spec.labels.items())
-        self._note(session, job_id, "Accepted", f"job {spec.name or job_id} accepted")
-        enqueue(session, "advance_job", job_id, self._clock)
-        record_change(session, self._scope, self._clock, "job.create", f"job/{job_id}", project)
-        return Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
+                self._idempotency.store(session, once, job.model_dump(mode="json"))
+            return job
 
     def get(self, job_id: str) -> Job:
         """One job. Raises NotFound."""
@@ -370,16 +358,11 @@ class Jobs:
         with self.database.writing() as session:
             return rowcount(session, statement.execution_options(synchronize_session=False)) > 0
 
-    def unfinished(self, ttl_s: float) -> tuple[str, ...]:
-        """Jobs that have not ended and have no live lease of `ttl_s`, oldest first: what the reconciler advances."""
-        query = select(JobRow.id).where(JobRow.ended.is_(False), _free(self._clock(), ttl_s)).order_by(
-            JobRow.created_at)
-        with self.database.reading() as session:
-            return tuple(session.scalars(query))
-
-    def live(self) -> tuple[str, ...]:
-        """Every job that has not ended, with or without a lease, oldest first."""
+    def unfinished(self, ttl_s: float | None = None) -> tuple[str, ...]:
+        """Jobs that have not ended, oldest first; with `ttl_s` those without a live lease of that length: what the
+        reconciler advances."""
         query = select(JobRow.id).where(JobRow.ended.is_(False)).order_by(JobRow.created_at)
+        query = query if ttl_s is None else query.where(_free(self._clock(), ttl_s))
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 
@@ -434,7 +417,10 @@ class Jobs:
             row.phase, row.ended = status.phase, is_over(status.conditions)
             row.updated_at = now
             for stage in status.stages:
-                _put_stage(session, job_id, stage)
+                values = stage.model_dump(exclude={"stage", "key", "progress"})
+                if stage.progress is not None:  # else the stored one is kept: `Ingest` writes it from records
+                    values["progress"] = stage.progress.model_dump(mode="json")
+                upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, values)
             for event in events:
                 self._note(session, job_id, event.reason, event.message, type=event.type, stage=event.stage,
                            key=event.key)
@@ -512,14 +498,7 @@ def _free(now: datetime, ttl_s: float) -> ColumnElement[bool]:
                JobRow.lease_until > now + timedelta(seconds=_CLOCKS_DIFFER * ttl_s))
 
 
-def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
-    values = stage.model_dump(exclude={"stage", "key", "progress"})
-    if stage.progress is not None:  # else the stored one is kept: `Ingest` writes it from the stage's records
-        values["progress"] = stage.progress.model_dump(mode="json")
-    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, values)
-
-
-def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:
+def put_metric(session: Session, job_id: str, stage: str, key: str, point: MetricRecord) -> None:
     upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
            {"time": point.time, "value": point.value})
 

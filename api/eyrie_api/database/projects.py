@@ -5,14 +5,13 @@ when it is requested.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.keys import KeyRecord, NewKey, create_key
+from eyrie_api.access.keys import KeyRecord, create_key
 from eyrie_api.access.roles import ALL_PROJECTS, ROLES, Principal
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
@@ -184,32 +183,19 @@ USED_EVERY_S = 60.0
 """Minimum interval between two updates of a key's `last_used_at`."""
 
 
-@dataclass(frozen=True)
-class KeyRequest:
-    name: str
-    role: Role
-    scopes: frozenset[Action] | None = None
-    expires_at: datetime | None = None
-    everywhere: bool = False
-    """Valid in every project, future ones included."""
-
-
 class ApiKeys:
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
-    def create(self, wanted: KeyRequest) -> tuple[ApiKey, str]:
-        """A new key and its text, which is not stored. Raises Forbidden, or InvalidInput when the key would have more
-        rights than its creator."""
-        project = None if wanted.everywhere else self._scope.home("keys:write")
+    def create(self, name: str, role: Role, *, scopes: frozenset[Action] | None = None,
+               expires_at: datetime | None = None, everywhere: bool = False) -> tuple[ApiKey, str]:
+        """A new key and its text, which is not stored; with `everywhere` it is valid in every project, future ones
+        included. Raises Forbidden, or InvalidInput when the key would have more rights than its creator."""
+        project = None if everywhere else self._scope.home("keys:write")
         if project is None:
             self._scope.check_installation("keys:write")
-        new_key = self._mint(wanted, project)
         with self._database.writing() as session:
-            row = _key_row(new_key.record, project, wanted.role)
-            session.add(row)
-            record_change(session, self._scope, self._clock, "key.create", f"key/{row.id}", project)
-            return render(ApiKey, row), new_key.text
+            return self._add(session, name, role, project, scopes, expires_at)
 
     def list(self) -> tuple[ApiKey, ...]:
         """The keys that the scope may read, newest first, revoked ones included."""
@@ -237,14 +223,10 @@ class ApiKeys:
             if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
                 raise Conflict(f"key {key_id} has ended", "create a new one")
             record = _record(row)
-            new_key = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
-                                     scopes=record.scopes, expires_at=row.expires_at), row.project)
             row.revoked_at = now + timedelta(seconds=overlap_s)
-            new = _key_row(new_key.record, row.project, row.role)
-            session.add(new)
             record_change(session, self._scope, self._clock, "key.rotate", f"key/{key_id}", row.project)
-            record_change(session, self._scope, self._clock, "key.create", f"key/{new.id}", row.project)
-            return render(ApiKey, new), new_key.text
+            return self._add(session, row.name, record.roles[row.project or ALL_PROJECTS], row.project, record.scopes,
+                             row.expires_at)
 
     def find(self, key_id: str) -> KeyRecord | None:
         """The stored part of a key, for authentication; not filtered by the scope."""
@@ -263,10 +245,19 @@ class ApiKeys:
         with self._database.writing() as session:
             session.execute(update(ApiKeyRow).where(ApiKeyRow.id == key_id, old).values(last_used_at=now))
 
-    def _mint(self, wanted: KeyRequest, project: str | None) -> NewKey:
+    def _add(self, session: Session, name: str, role: Role, project: str | None, scopes: frozenset[Action] | None,
+             expires_at: datetime | None) -> tuple[ApiKey, str]:
         creator = self._scope.principal or Principal(subject="system", roles={ALL_PROJECTS: "admin"})
-        return create_key(wanted.name, creator, {project or ALL_PROJECTS: wanted.role}, self._clock(),
-                    expires_at=wanted.expires_at, scopes=wanted.scopes)
+        new_key = create_key(name, creator, {project or ALL_PROJECTS: role}, self._clock(), expires_at=expires_at,
+                             scopes=scopes)
+        record = new_key.record
+        row = ApiKeyRow(
+            id=record.id, name=name, secret_sha256=record.secret_sha256, project=project, role=role,
+            scopes=None if scopes is None else sorted(scopes), created_by=record.created_by,
+            created_at=record.created_at, expires_at=expires_at, revoked_at=None, last_used_at=None)
+        session.add(row)
+        record_change(session, self._scope, self._clock, "key.create", f"key/{row.id}", project)
+        return render(ApiKey, row), new_key.text
 
     def _hold(self, session: Session, key_id: str) -> ApiKeyRow:
         row = session.get(ApiKeyRow, key_id, with_for_update=True)
@@ -275,13 +266,6 @@ class ApiKeys:
             raise absent
         self._scope.check("keys:write", row.project, absent)
         return row
-
-
-def _key_row(record: KeyRecord, project: str | None, role: str) -> ApiKeyRow:
-    return ApiKeyRow(
-        id=record.id, name=record.name, secret_sha256=record.secret_sha256, project=project, role=role,
-        scopes=None if record.scopes is None else sorted(record.scopes), created_by=record.created_by,
-        created_at=record.created_at, expires_at=record.expires_at, revoked_at=None, last_used_at=None)
 
 
 def _record(row: ApiKeyRow) -> KeyRecord:

@@ -18,10 +18,9 @@ from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.placement import PlacementRequest
 from eyrie_api.contract.resolved import Demand
 from eyrie_api.contract.resources import WaitingList, WaitingObject
-from eyrie_api.database import endpoint_names
 from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.rendering import render
-from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow, WaitingRow
+from eyrie_api.database.tables import EndpointNameRow, EndpointRow, JobRow, ProjectRow, WaitingRow
 from eyrie_api.errors import EyrieError, Forbidden
 
 
@@ -45,8 +44,9 @@ def live_jobs(session: Session, project: str) -> tuple[int, int]:
 
 def live_endpoints(session: Session, project: str) -> tuple[int, int]:
     """Endpoints of a project that are on, and their replicas."""
+    names = select(EndpointNameRow.name).where(EndpointNameRow.project == project)
     endpoints, replicas = session.execute(select(func.count(), func.sum(EndpointRow.num_replicas)).where(
-        endpoint_names.in_project(EndpointRow.name, project), EndpointRow.desired == "on")).one()
+        EndpointRow.name.in_(names), EndpointRow.desired == "on")).one()
     return endpoints, int(replicas or 0)
 
 

@@ -37,7 +37,7 @@ class ResultRecord:
 
 @dataclass(frozen=True)
 class ResultFilter:
-    """Which results to rank; empty fields do not restrict."""
+    """Which results to rank, by columns of `ResultRow`; empty fields do not restrict."""
 
     job_id: str | None = None
     target: str | None = None
@@ -75,15 +75,9 @@ class Results:
 
     def list(self, wanted: ResultFilter | None = None) -> tuple[ResultRecord, ...]:
         """Results, in no particular order."""
-        wanted = wanted or ResultFilter()
-        query = query_of(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
+        columns = {name: value for name, value in vars(wanted or ResultFilter()).items() if value is not None}
+        query = query_of(ResultRow).filter_by(**columns).join(JobRow, JobRow.id == ResultRow.job_id)
         query = query.where(self._scope.sees(JobRow.project, "jobs:read"))
-        for column, value in (
-            (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),
-        ):
-            query = query if value is None else query.where(column == value)
-        for flag, state in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
-            query = query if state is None else query.where(flag.is_(state))
         with self._database.reading() as session:
             return tuple(ResultRecord(MeasuredCheckpoint(
                 row.job_id, row.family, row.target, row.tuned, BenchmarkReport.model_validate(row.report)),

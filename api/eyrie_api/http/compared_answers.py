@@ -129,6 +129,20 @@ def refusal(body: dict[str, Any]) -> InvalidInput:
 
 
 @dataclass(frozen=True)
+class ProofRecording:
+    job_id: str
+    answers: tuple[RecordedAnswer, ...]
+    tokens_per_s: float | None
+    """See `RecordedRun`."""
+
+    def run(self, prompt: str) -> RecordedRun | None:
+        """In place of the undrafted run; None for a prompt without a recorded answer."""
+        return next((RecordedRun(
+            run="undrafted", job_id=self.job_id, text=answer.text, num_tokens=answer.num_tokens, is_cut=answer.is_cut,
+            tokens_per_s=self.tokens_per_s) for answer in self.answers if answer.prompt == prompt), None)
+
+
+@dataclass(frozen=True)
 class ServedEndpoint:
     url: str
     """Base URL, up to and including `/v1`."""
@@ -145,11 +159,7 @@ class ServedEndpoint:
     """Base URLs of single revisions, by number. The others are requested at `url` with a header that Eyrie's gateway
     reads."""
 
-    recorded: RecordedRun | None = None
-    """The answer that the proof recorded for the prompt."""
-
-    recorded_prompts: tuple[str, ...] = ()
-    """All that it recorded answers for; for the hint."""
+    recording: ProofRecording | None
 
 
 class _AnotherRevision(Exception):
@@ -181,11 +191,12 @@ async def compare(served: ServedEndpoint, request: CompareRequest) -> AsyncItera
                 if not so_far.is_complete:
                     raise Transient("the answer ended before its end", _TRY_AGAIN)
             except _AnotherRevision:
-                if served.recorded is None:
-                    yield _message("unavailable", _why_unavailable(served))
+                recorded = None if served.recording is None else served.recording.run(request.prompt)
+                if recorded is None:
+                    yield _message("unavailable", _why_unavailable(served.recording))
                     continue
-                yield _message("recorded", served.recorded)
-                so_far.text, so_far.is_cut = served.recorded.text, served.recorded.is_cut
+                yield _message("recorded", recorded)
+                so_far.text, so_far.is_cut = recorded.text, recorded.is_cut
             except EyrieError as error:
                 yield _message("failed", RunProblem(run=run, message=error.message, hint=error.hint))
                 continue
@@ -207,16 +218,16 @@ def are_equal(drafted: RunSoFar, undrafted: RunSoFar) -> bool:
     return longer.text.startswith(shorter.text.rstrip("\ufffd")) if shorter.is_cut else shorter.text == longer.text
 
 
-def _why_unavailable(served: ServedEndpoint) -> RunProblem:
-    message = ("SGLang cannot leave its drafter out of single requests, no revision without a drafter answers here "
-               "now, and the proof recorded no answer to this prompt")
-    if not served.recorded_prompts:
-        return RunProblem(run="undrafted", message=message, hint="the proof of a job in SGLang records "
-                          "answers: serve a drafter of a job that this version has proven")
-    named = ", ".join(json.dumps(prompt if len(prompt) <= 80 else prompt[:79] + "...", ensure_ascii=False)
-                      for prompt in served.recorded_prompts[:3])
-    return RunProblem(run="undrafted", message=message, hint="ask one of the prompts that it recorded (GET "
-                      f".../recorded-prompts lists all {len(served.recorded_prompts)}): {named}")
+def _why_unavailable(recording: ProofRecording | None) -> RunProblem:
+    if recording is None or not recording.answers:
+        hint = "the proof of a job in SGLang records answers: serve a drafter of a job that this version has proven"
+    else:
+        prompts = [answer.prompt for answer in recording.answers]
+        named = ", ".join(json.dumps(prompt if len(prompt) <= 80 else prompt[:79] + "...", ensure_ascii=False)
+                          for prompt in prompts[:3])
+        hint = f"ask one of the prompts that it recorded (GET .../recorded-prompts lists all {len(prompts)}): {named}"
+    return RunProblem(run="undrafted", hint=hint, message="SGLang cannot leave its drafter out of single requests, no "
+                      "revision without a drafter answers here now, and the proof recorded no answer to this prompt")
 
 
 async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEndpoint,
@@ -251,20 +262,6 @@ async def _chunks(client: httpx.AsyncClient, so_far: RunSoFar, served: ServedEnd
 
 def _message(event: str, value: Frozen) -> str:
     return f"event: {event}\ndata: {value.model_dump_json()}\n\n"
-
-
-@dataclass(frozen=True)
-class ProofRecording:
-    job_id: str
-    answers: tuple[RecordedAnswer, ...]
-    tokens_per_s: float | None
-    """See `RecordedRun`."""
-
-    def run(self, prompt: str) -> RecordedRun | None:
-        """In place of the undrafted run; None for a prompt without a recorded answer."""
-        return next((RecordedRun(
-            run="undrafted", job_id=self.job_id, text=answer.text, num_tokens=answer.num_tokens, is_cut=answer.is_cut,
-            tokens_per_s=self.tokens_per_s) for answer in self.answers if answer.prompt == prompt), None)
 
 
 def read_recording(control: Control, endpoint: Endpoint) -> ProofRecording | None:

@@ -4,8 +4,8 @@ A handler receives it with the request's scope (`RequestControl`): every reposit
 a route cannot read or change rows outside of it by forgetting a check.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from copy import copy
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -14,8 +14,10 @@ from eyrie_api import client_left
 from eyrie_api.access.keys import SecretKeys
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.job import JobSpec
 from eyrie_api.contract.read_rules import ReadRules
+from eyrie_api.contract.status import Endpoint
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -27,6 +29,7 @@ from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.database.quotas import WaitingObjects
 from eyrie_api.database.results import Results
 from eyrie_api.database.webhooks import Webhooks
+from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.http.job_storage import JobStorageMeter
@@ -35,60 +38,43 @@ from eyrie_api.planning.published_drafters import with_drafters_of_jobs
 from eyrie_api.settings import Settings
 
 
-def _nothing() -> None:
-    """No chores run in this process; the tick of another process finds what was enqueued."""
-
-
-@dataclass(frozen=True)
 class Control:
-    settings: Settings
-    database: Database
-    files: JobFiles
-    storage: JobStorageMeter
-    jobs: Jobs
-    endpoints: Endpoints
-    histories: Histories
-    results: Results
-    outbox: Outbox
-    idempotency: Idempotency
-    keys: ApiKeys
-    projects: Projects
-    audit: Audit
-    webhooks: Webhooks
-    waiting: WaitingObjects
-    secret_keys: SecretKeys
-    scope: Scope = SYSTEM
-    wake: Callable[[], None] = _nothing
-    checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
-    """Named readiness checks beyond the database."""
-
-    queues: Mapping[str, Callable[[], int]] = field(default_factory=dict)
-    """Messages waiting in each queue of the broker, for metrics; raises Transient while the broker is unavailable."""
-
-    @classmethod
-    def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
-             checks: Mapping[str, Callable[[], bool]] | None = None,
-             queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
-        idempotency = Idempotency(database, settings.idempotency_ttl_s)
-        keys = SecretKeys(settings.required_secret_keys())
-        files = JobFiles.of(settings)
-        return cls(settings, database, files, JobStorageMeter(settings, files, database),
-                   Jobs(database, idempotency=idempotency), Endpoints(database), Histories(database),
-                   Results(database), Outbox(database), idempotency, ApiKeys(database), Projects(database),
-                   Audit(database), Webhooks(database, keys=keys), WaitingObjects(database),
-                   keys, SYSTEM, wake or _nothing, checks or {}, queues or {})
+    def __init__(self, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
+                 checks: Mapping[str, Callable[[], bool]] | None = None,
+                 queues: Mapping[str, Callable[[], int]] | None = None) -> None:
+        """
+        wake     dispatches enqueued chores; None: the tick of another process finds them
+        checks   named readiness checks beyond the database
+        queues   messages waiting in each queue of the broker; raises Transient while the broker is unavailable
+        """
+        self.settings, self.database = settings, database
+        self.wake, self.checks, self.queues = wake or (lambda: None), checks or {}, queues or {}
+        self.files = JobFiles.of(settings)
+        self.storage = JobStorageMeter(settings, self.files, database)
+        self.outbox, self.idempotency = Outbox(database), Idempotency(database, settings.idempotency_ttl_s)
+        self._secret_keys = SecretKeys(settings.required_secret_keys())
+        self._restrict(SYSTEM)
 
     def within(self, scope: Scope) -> "Control":
         """The same, restricted to `scope`."""
-        database = self.database
-        return replace(
-            self, scope=scope, jobs=Jobs(database, idempotency=self.idempotency, scope=scope),
-            endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
-            results=Results(database, scope=scope), keys=ApiKeys(database, scope=scope),
-            projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
-            waiting=WaitingObjects(database, scope),
-            webhooks=Webhooks(database, scope=scope, keys=self.secret_keys,
-                              allow_private=self.settings.webhooks_allow_private))
+        restricted = copy(self)
+        restricted._restrict(scope)
+        return restricted
+
+    def _restrict(self, scope: Scope) -> None:
+        database, self.scope = self.database, scope
+        self.jobs = Jobs(database, idempotency=self.idempotency, scope=scope)
+        self.endpoints, self.histories = Endpoints(database, scope=scope), Histories(database, scope=scope)
+        self.results, self.waiting = Results(database, scope=scope), WaitingObjects(database, scope)
+        self.keys, self.projects = ApiKeys(database, scope=scope), Projects(database, scope=scope)
+        self.audit = Audit(database, scope=scope)
+        self.webhooks = Webhooks(database, scope=scope, keys=self._secret_keys,
+                                 allow_private=self.settings.webhooks_allow_private)
+
+    def traffic(self, endpoints: Sequence[Endpoint]) -> tuple[EndpointTraffic, ...]:
+        """What the traffic of each endpoint shows now."""
+        names = [endpoint.name for endpoint in endpoints]
+        return traffic_of(endpoints, self.histories.latest(names, KINDS))
 
     def checked(self, spec: JobSpec) -> tuple[JobSpec, ReadRules | None]:
         """The job with the drafters of the jobs that it names (`planning.published_drafters`), and the rules for the

@@ -76,13 +76,6 @@ def read_owners(database: Database) -> tuple[dict[str, JobOwner], set[tuple[str,
         return owners, storage_usage.named_by(JobSpec.model_validate(spec) for spec in specs), capturing
 
 
-def have_run(database: Database) -> bool:
-    """Whether a stage of a job has begun, and files must be somewhere."""
-    query = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
-    with database.reading() as session:
-        return session.scalars(query).first() is not None
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Every job that holds files, the largest first."""
@@ -107,10 +100,29 @@ class JobStorageMeter:
         self._began, self._ended = 0.0, 0.0
 
     def page(self, scope: Scope, *, limit: int, cursor: str | None = None) -> StoragePage:
-        """What `scope` sees of the latest measurement. Raises InvalidInput for an invalid cursor, StorageNotMeasured,
-        JobFilesUnavailable, StoreUnavailable and StoreAccessDenied."""
+        """One page of what `scope` sees of the latest measurement, after the job of the cursor; the sums are of all
+        pages. Raises InvalidInput for an invalid cursor, StorageNotMeasured, JobFilesUnavailable, StoreUnavailable and
+        StoreAccessDenied."""
         after = None if cursor is None else decode_cursor(cursor, SIZE_CURSOR)
-        return page_of(self.latest(), scope, self._files.store is not None, limit, after)
+        measured = self.latest()
+        seen = [job for job in measured.jobs if scope.permits("jobs:read", job.project)]
+        rest = [job for job in seen if after is None or _rank(job) > (-after[0], after[1])]
+        items = tuple(rest[:limit])
+        more = encode_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
+        by_project: dict[str | None, list[JobStorage]] = defaultdict(list)
+        for job in seen:
+            by_project[job.project].append(job)
+        projects = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
+                                   removable_bytes=sum(job.removable_bytes for job in held))
+                    for project, held in by_project.items())
+        disk = measured.disk if measured.disk and scope.permits("jobs:read", None) else (None, None)
+        return StoragePage(
+            items=items, next_cursor=more,
+            projects=tuple(sorted(projects, key=lambda storage: (-storage.size_bytes, storage.project or ""))),
+            size_bytes=sum(job.size_bytes for job in seen),
+            removable_bytes=sum(job.removable_bytes for job in seen), measured_at=measured.measured_at,
+            incomplete=measured.incomplete, place="disk" if self._files.store is None else "store",
+            disk_total_bytes=disk[0], disk_free_bytes=disk[1])
 
     def latest(self) -> Measurement:
         """The latest measurement, or the error that ended it. Raises as `page`."""
@@ -141,7 +153,10 @@ class JobStorageMeter:
         files, measured_at = self._files, utc_now()
         disk = None
         if files.store is None:
-            if not (self._settings.home / "jobs").is_dir() and have_run(self._database):
+            begun = select(StageRow.job_id).where(StageRow.state.notin_(("Pending", "Skipped"))).limit(1)
+            with self._database.reading() as session:
+                have_run = session.scalars(begun).first() is not None
+            if have_run and not (self._settings.home / "jobs").is_dir():
                 raise JobFilesUnavailable("jobs have run, and the server has no directory `jobs` in its EYRIE_HOME",
                                           "mount the volume with the files there, or restore it from a backup")
             disk = total_and_free_bytes(self._settings.home)
@@ -197,29 +212,6 @@ def by_job(decisions: Iterable[storage_usage.RemovalDecision], owners: dict[str,
             removable_bytes=sum(stored.size_bytes for stored in files if stored.removable),
             files=tuple(sorted(files, key=lambda stored: (-stored.size_bytes, stored.kind, stored.name)))))
     return tuple(sorted(jobs, key=_rank))
-
-
-def page_of(measured: Measurement, scope: Scope, in_store: bool, limit: int,
-            after: tuple[int, str] | None) -> StoragePage:
-    """One page of what `scope` sees, after the job with that size and id; the sums are of all pages."""
-    seen = [job for job in measured.jobs if scope.permits("jobs:read", job.project)]
-    rest = [job for job in seen if after is None or _rank(job) > (-after[0], after[1])]
-    items = tuple(rest[:limit])
-    more = encode_cursor(items[-1].size_bytes, items[-1].job_id) if len(rest) > limit else None
-    by_project: dict[str | None, list[JobStorage]] = defaultdict(list)
-    for job in seen:
-        by_project[job.project].append(job)
-    projects = (ProjectStorage(project=project, num_jobs=len(held), size_bytes=sum(job.size_bytes for job in held),
-                               removable_bytes=sum(job.removable_bytes for job in held))
-                for project, held in by_project.items())
-    disk = measured.disk if measured.disk and scope.permits("jobs:read", None) else (None, None)
-    return StoragePage(
-        items=items, next_cursor=more,
-        projects=tuple(sorted(projects, key=lambda storage: (-storage.size_bytes, storage.project or ""))),
-        size_bytes=sum(job.size_bytes for job in seen),
-        removable_bytes=sum(job.removable_bytes for job in seen), measured_at=measured.measured_at,
-        incomplete=measured.incomplete, place="store" if in_store else "disk", disk_total_bytes=disk[0],
-        disk_free_bytes=disk[1])
 
 
 def _rank(job: JobStorage) -> tuple[int, str]:

@@ -65,13 +65,9 @@ _AUDIT_ANONYMOUS_EVERY_S = 1.0
 """Refused changes of unauthenticated callers are audited at most once in this time: anyone could fill the table."""
 
 
-def _header(request: Request, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in request["headers"] if key == name), "")
-
-
 def _bearer(request: Request) -> str:
     """The bearer token; empty without one."""
-    scheme, _, token = _header(request, b"authorization").partition(" ")
+    scheme, _, token = Headers(scope=request).get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
@@ -138,7 +134,7 @@ class AccessMiddleware:
         if request["type"] != "http":
             await self._app(request, receive, send)
             return
-        request_id, cookies = _header(request, b"x-request-id"), list[bytes]()
+        request_id, cookies = Headers(scope=request).get("x-request-id", ""), list[bytes]()
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         access: Scope | None = None
@@ -169,7 +165,7 @@ class AccessMiddleware:
             await self._limit(access)
             self._check_recent(request)
             request.setdefault("state", {})["access"] = access
-            length, most = _header(request, b"content-length"), self._settings.max_body_bytes
+            length, most = Headers(scope=request).get("content-length", ""), self._settings.max_body_bytes
             if length.isdigit() and int(length) > most:
                 raise _too_large(f"{length} bytes", most)
             check_json(request["method"], Headers(scope=request))
@@ -208,7 +204,7 @@ class AccessMiddleware:
         if cookie and not token:
             check_origin(request["method"], Headers(scope=request))
             if request["method"] in MUTATING:
-                change = _header(request, CHANGE_HEADER.encode())
+                change = Headers(scope=request).get(CHANGE_HEADER, "")
                 return await to_thread.run_sync(self._authenticator.authenticate_change, cookie, change)
             known = self._authenticator.cached_session(cookie)
             if known is None:
@@ -229,23 +225,23 @@ class AccessMiddleware:
     def _session(self, request: Request) -> str:
         """The console's cookie, where it is accepted."""
         reads = request["method"] in ("GET", "HEAD")
-        if not self._authenticator.requires_token or not (reads or _header(request, CHANGE_HEADER.encode())):
+        if not self._authenticator.requires_token or not (reads or Headers(scope=request).get(CHANGE_HEADER)):
             return ""
         if request["path"] == pages.SIGN_IN:  # takes the credential: a session would sign in again by itself
             return ""
-        return cookie_parser(_header(request, b"cookie")).get(COOKIE, "")
+        return cookie_parser(Headers(scope=request).get("cookie", "")).get(COOKIE, "")
 
     async def _renewal(self, request: Request) -> list[bytes]:
         """The Set-Cookie header of a session that is old enough to be replaced."""
         cookie = self._session(request)
-        if not cookie or _header(request, b"authorization") or request["path"] == pages.SIGN_OUT:
+        if not cookie or Headers(scope=request).get("authorization") or request["path"] == pages.SIGN_OUT:
             return []
         new = await to_thread.run_sync(self._authenticator.renewed, cookie)
         return [] if new is None else [pages.set_cookie(new, Headers(scope=request), request["scheme"])]
 
     async def _narrowed(self, request: Request, access: Scope) -> Scope:
         """The scope, narrowed to the project that the request names. Raises NotFound for one without a role there."""
-        name = _header(request, b"eyrie-project")
+        name = Headers(scope=request).get("eyrie-project", "")
         if not name and b"project=" in request["query_string"]:
             name = parse_qs(request["query_string"].decode("latin-1")).get("project", [""])[0]
         if not name:

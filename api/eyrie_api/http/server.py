@@ -66,7 +66,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     queues     number of messages waiting in each queue of the broker, for the metric `eyrie_queue_length`
     """
     database = database or Database(settings.resolved_database_url)
-    control = Control.over(settings, database, wake, checks, queues)
+    control = Control(settings, database, wake, checks, queues)
     app = FastAPI(title="Eyrie", version=installed_version(), description=DESCRIPTION,
                   responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads, docs_url=None, redoc_url=None)
     app.state.control = control

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
@@ -34,7 +34,7 @@ from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.quotas import PriorityClassRefused, QuotaReached, WaitingObjects
 from eyrie_api.errors import EyrieError, Forbidden, InvalidInput, NotFound, Transient
@@ -142,7 +142,7 @@ class Controller:
         for key in tuple(self._objects):
             self.queue.add(key)
         if self._mirror_namespace is not None:
-            for job_id in self._jobs.live():
+            for job_id in self._jobs.unfinished():
                 self._keys_for(job_id)
         if self._endpoint_reconciler is not None:
             self._endpoint_reconciler.cache.discover()  # an API may have been installed since
@@ -375,7 +375,7 @@ class Controller:
     def _submitted_as(self, uid: str) -> str | None:
         """The job that was submitted for the object; None when there was none."""
         replay = self._idempotency.find(Once(uid, _ROUTE, uid))
-        return None if replay is None else str(replay.response["id"])
+        return None if replay is None else str(replay["id"])
 
     def _execute(self, key: Key, resource: JobResource | EndpointResource, actions: act.Actions) -> None:
         """Execute actions in order. A key whose row or object changed is enqueued again at once."""
@@ -462,7 +462,7 @@ class Controller:
         """Submit once per uid; returns the actions that report a rejection, if any."""
         once, project = Once(action.key, _ROUTE, action.key), self._project_at(resource.identity.namespace)
         try:
-            done: Job | Replay | None = self._idempotency.find(once)
+            done: Job | dict[str, Any] | None = self._idempotency.find(once)
             if done is None:
                 spec = endpoint_names.with_project_endpoint(action.spec, project)
                 # The same checks as for a REST caller with access to this project only, in namespaces without a project
@@ -479,7 +479,7 @@ class Controller:
             raise
         except EyrieError as error:
             return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
-        job_id = str(done.response["id"]) if isinstance(done, Replay) else done.id
+        job_id = done.id if isinstance(done, Job) else str(done["id"])
         try:
             self._jobs.get(job_id)
         except NotFound:

@@ -32,7 +32,7 @@ from eyrie_api.data_files import is_remote
 from eyrie_api.database.endpoint_history import Histories, RecentWindows
 from eyrie_api.database.endpoints import Endpoints, Serving
 from eyrie_api.database.engine import Database
-from eyrie_api.database.idempotency import Idempotency, Once, Replay
+from eyrie_api.database.idempotency import Idempotency, Once
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.file_rules import open_file, place_of
@@ -207,7 +207,7 @@ class EndpointRecords:
             if promoted.spec.promotion.drift.action == "retrain":
                 key = Once(f"{name}/{once}", ROUTE, digest_model(retraining.spec))
                 done = self._jobs.submit_once(retraining, key)
-                started = str(done.response["id"]) if isinstance(done, Replay) else done.id
+                started = done.id if isinstance(done, Job) else str(done["id"])
                 outcome = f"{started} retrains on recent traffic"
         self._histories.record(
             name, "drift", "TrafficDrifted", f"{action.message}; {outcome}", revision=action.revision,

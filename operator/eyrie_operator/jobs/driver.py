@@ -189,7 +189,7 @@ class Driver:
     def _has_capacity(self, job: Job) -> bool:
         """Whether a run of this job may start now."""
         running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
-        return self._runner.has_capacity(job.id, self._jobs.live(), running)
+        return self._runner.has_capacity(job.id, self._jobs.unfinished(), running)
 
     # Actions.
 
@@ -313,5 +313,5 @@ class Driver:
 
     def stop_runs(self) -> None:
         """Stop every run; the next control plane resumes them. Their jobs keep their state."""
-        for job_id in self._jobs.live():
+        for job_id in self._jobs.unfinished():
             self._runner.pause(job_id)

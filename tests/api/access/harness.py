@@ -12,7 +12,6 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.contract.resources import WaitingObject
 from eyrie_api.contract.status import StageStatus
 from eyrie_api.database.engine import Database
-from eyrie_api.database.jobs import Metric
 from eyrie_api.decisions.leaderboard import MeasuredCheckpoint
 from eyrie_api.http.control import Control
 from eyrie_api.planning.resolve import derive
@@ -105,7 +104,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     key = f"{project}-c1-step-1"
     set_stage(control.jobs, job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
     record_event(control.jobs, job_id, "Noted", f"a word of {project}")
-    record_metrics(control.jobs, job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
+    record_metrics(control.jobs, job_id, "benchmark", key, [("loss", 1, 0.5, NOW)])
     directory = settings.stage_dir(job_id, "benchmark", key)
     benchmarked = benchmark_report(key, {"chat": (1.5,)})
     finish_stage(directory, "benchmark", benchmarked, {"cells.bin": project.encode()}, job_id)

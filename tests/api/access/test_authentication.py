@@ -17,7 +17,7 @@ from eyrie_api.contract.access import CreateMember, CreateProject
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.projects import USED_EVERY_S, ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import USED_EVERY_S, ApiKeys, Projects
 from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
@@ -35,7 +35,7 @@ def test_a_key_is_asked_for_once_in_some_seconds_and_its_use_is_noted_once_a_min
         settings: Settings, database: Database, clock: ManualClock) -> None:
     elapsed, statements = Elapsed(), []
     callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
-    key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "operator"))
+    key, secret = ApiKeys(database, clock, ROOT).create("ci", "operator")
     assert callers.cached(secret) is None
     principal = callers.authenticate(secret)
     assert principal.roles == {"default": "operator"}
@@ -60,8 +60,8 @@ def test_a_key_that_was_revoked_rotated_or_has_expired_is_refused_within_seconds
         settings: Settings, database: Database, clock: ManualClock) -> None:
     elapsed, keys = Elapsed(), ApiKeys(database, clock, ROOT)
     callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
-    revoked, rotated = (keys.create(KeyRequest(name, "operator")) for name in ("a", "b"))
-    expiring = keys.create(KeyRequest("c", "viewer", expires_at=clock() + timedelta(seconds=100)))
+    revoked, rotated = (keys.create(name, "operator") for name in ("a", "b"))
+    expiring = keys.create("c", "viewer", expires_at=clock() + timedelta(seconds=100))
     for _key, secret in (revoked, rotated, expiring):
         callers.authenticate(secret)
     keys.revoke(revoked[0].id)
@@ -81,7 +81,7 @@ def test_a_key_that_was_revoked_rotated_or_has_expired_is_refused_within_seconds
 def test_a_rotated_key_can_be_revoked_while_its_overlap_lasts(
         settings: Settings, database: Database, clock: ManualClock) -> None:
     keys = ApiKeys(database, clock, ROOT)
-    old, secret = keys.create(KeyRequest("ci", "operator"))
+    old, secret = keys.create("ci", "operator")
     keys.rotate(old.id, overlap_s=3600.0)
     assert keys.revoke(old.id).revoked_at == clock()
     callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock)
@@ -100,7 +100,7 @@ def test_keys_end_with_the_membership_of_their_creator(database: Database, clock
     def key_of(subject: str) -> str:
         made = ApiKeys(database, clock, Scope(Principal(subject=subject, roles={"north": "admin"})))
         clock.pass_(1)
-        return made.create(KeyRequest("ci", "admin"))[0].id
+        return made.create("ci", "admin")[0].id
 
     by_ada, by_bob, by_group = (key_of(f"user:{issuer}#{one}") for one in ("ada", "bob", "eve"))
     second = key_of(f"key:{by_ada}")
@@ -119,7 +119,7 @@ def test_while_the_database_is_away_an_api_key_gets_a_503(
         settings: Settings, database: Database, serve: Callable[..., Any]) -> None:
     if not database.is_sqlite:
         pytest.skip("the tests share one PostgreSQL server, which cannot be stopped for one of them")
-    _key, secret = ApiKeys(database, scope=ROOT).create(KeyRequest("ci", "operator"))
+    _key, secret = ApiKeys(database, scope=ROOT).create("ci", "operator")
     with serve(settings.model_copy(update={"token": TOKEN}), database) as server:
         file = Path(str(database.engine.url.database))
         assert file.stat().st_mode & 0o777 == 0o600
@@ -134,16 +134,15 @@ def test_no_one_makes_a_key_that_may_do_more_than_they(database: Database, clock
     Projects(database, clock, ROOT).create(CreateProject(name="north"))
     narrow = Scope(Principal(subject="key:x", roles={"north": "admin"}, scopes=frozenset({"keys:write", "jobs:read"})))
     with pytest.raises(InvalidInput, match="may not"):
-        ApiKeys(database, clock, narrow).create(KeyRequest("more", "operator"))
-    less = KeyRequest("less", "viewer", scopes=frozenset({"jobs:read"}))
-    made, _secret = ApiKeys(database, clock, narrow).create(less)
+        ApiKeys(database, clock, narrow).create("more", "operator")
+    made, _secret = ApiKeys(database, clock, narrow).create("less", "viewer", scopes=frozenset({"jobs:read"}))
     assert made.project == "north"
     with pytest.raises(Forbidden, match="may not keys:write in all projects"):
-        ApiKeys(database, clock, narrow).create(KeyRequest("all", "viewer", everywhere=True))
+        ApiKeys(database, clock, narrow).create("all", "viewer", everywhere=True)
     for role in ("viewer", "operator"):
         lower = Scope(Principal(subject="key:y", roles={"north": role}))
         with pytest.raises(Forbidden, match="may not keys:write in project 'north'"):
-            ApiKeys(database, clock, lower).create(KeyRequest("x", "viewer"))
+            ApiKeys(database, clock, lower).create("x", "viewer")
 
 
 def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
@@ -151,7 +150,7 @@ def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
     callers = Authenticator(settings, database, clock)
     assert callers.cached("") is LOCAL
     assert callers.cached("whatever the environment holds") is LOCAL
-    _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
+    _key, secret = ApiKeys(database, clock, ROOT).create("ci", "viewer")
     assert callers.authenticate(secret).roles == {"default": "viewer"}
     with pytest.raises(Unauthorized, match="not a valid API key"):
         callers.authenticate(secret + "-")
@@ -222,7 +221,7 @@ def _dump(database: Database, without: tuple[str, ...] = ()) -> str:
 
 
 def test_what_is_kept_of_a_key_is_a_digest(database: Database, clock: ManualClock) -> None:
-    _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
+    _key, secret = ApiKeys(database, clock, ROOT).create("ci", "viewer")
     with database.reading() as session:
         row = session.scalars(select(ApiKeyRow)).one()
     assert len(row.secret_sha256) == 64

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, ALLOWED, ROLES, Principal, refusal
+from eyrie_api.access.roles import ACTIONS, ALL_PROJECTS, ALLOWED, ROLES, Principal
+from eyrie_api.access.scope import Scope
 from eyrie_api.contract.access import Role
 from eyrie_api.errors import Forbidden, NotFound
 
@@ -47,9 +48,11 @@ def test_what_is_listed_is_what_may_be_read_one_by_one(principal: Principal, act
 
 @given(principal=principals, action=st.sampled_from(ACTIONS), project=st.sampled_from(("a", "b", "c")))
 def test_a_refusal_tells_nothing_of_projects_one_is_not_in(principal: Principal, action: str, project: str) -> None:
-    error = refusal(principal, action, project, "job 'job-1'")  # type: ignore[arg-type]
-    assert (error is None) is principal.allows(action, project)  # type: ignore[arg-type]
-    if error is not None:
-        member = bool({project, ALL_PROJECTS} & principal.roles.keys())
-        assert type(error) is (Forbidden if member else NotFound)
-        assert member or f"'{project}'" not in str(error)
+    absent, refusal = NotFound("no job 'job-1'"), None
+    try:
+        Scope(principal).check(action, project, absent)  # type: ignore[arg-type]
+    except (Forbidden, NotFound) as error:
+        refusal = error
+    assert (refusal is None) is principal.allows(action, project)  # type: ignore[arg-type]
+    if refusal is not None:
+        assert type(refusal) is (Forbidden if {project, ALL_PROJECTS} & principal.roles.keys() else NotFound)

@@ -13,7 +13,7 @@ from eyrie_api.access.scope import Scope
 from eyrie_api.contract.access import Action, ApiKey, CreateMember, CreateProject, Role
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.engine import Database
-from eyrie_api.database.projects import ApiKeys, KeyRequest, Projects
+from eyrie_api.database.projects import ApiKeys, Projects
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -39,7 +39,7 @@ def client(settings: Settings, database: Database) -> httpx.Client:
 
 def new_key(database: Database, project: str | None, role: Role = "admin", **more: Any) -> tuple[ApiKey, str]:
     scope = Scope(LOCAL, project)
-    return ApiKeys(database, scope=scope).create(KeyRequest(name="mine", role=role, everywhere=project is None, **more))
+    return ApiKeys(database, scope=scope).create(name="mine", role=role, everywhere=project is None, **more)
 
 
 def change_of(client: httpx.Client, secret: str) -> dict[str, str]:

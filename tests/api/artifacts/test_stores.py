@@ -17,8 +17,8 @@ LARGE = 2 * MIN_PART_BYTES + 12_345
 def test_what_is_written_is_read_back_whole_and_in_ranges(store: ArtifactStore) -> None:
     data = bytes(range(256)) * 4
     for key in ("a", "jobs/x/manifest.json", "with space/and+plus/100%", "naive-\u00e4\u4e2d/x.y"):
-        written = store.write(key, data)
-        assert written == store.stat(key) == StoredObject(key, 1024, digest_bytes(data))
+        store.write(key, data)
+        assert store.stat(key) == StoredObject(key, 1024, digest_bytes(data))
     assert store.read(key) == data
     assert store.read(key, start=10, length=7) == data[10:17]
     assert store.read(key, start=1000) == data[1000:]
@@ -52,7 +52,7 @@ def test_bytes_that_are_in_no_file_are_written_in_pieces_and_carry_their_digest(
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     chunks = [data[start:start + 100_003] for start in range(0, size, 100_003)]
     wanted = StoredObject("rows", size, digest_bytes(data))
-    assert store.write_stream("rows", chunks, size_bytes=size, sha256=wanted.sha256 or "") == wanted
+    store.write_stream("rows", chunks, size_bytes=size, sha256=wanted.sha256 or "")
     assert store.stat("rows") == wanted
     assert store.read("rows") == data
 
@@ -71,7 +71,8 @@ def test_a_stream_that_is_not_what_was_announced_leaves_the_object_as_it_was(sto
 
 def test_a_later_write_takes_the_place_of_the_earlier(store: ArtifactStore) -> None:
     store.write("x", b"first")
-    assert store.write("x", b"second, and longer").sha256 == store.stat("x").sha256  # type: ignore[union-attr]
+    store.write("x", b"second, and longer")
+    assert store.stat("x") == StoredObject("x", 18, digest_bytes(b"second, and longer"))
     assert store.read("x") == b"second, and longer"
 
 
@@ -82,9 +83,9 @@ def test_listing_is_ordered_and_keeps_to_its_directory(store: ArtifactStore) -> 
     assert [(found.key, found.size_bytes) for found in store.list("b")] == [("b/10", 4), ("b/2", 3), ("b/c/d", 5)]
     assert list(store.list("nowhere")) == []
     store.delete("b/2")
-    assert store.delete_all("b") == 2
+    store.delete_all("b")
     assert [found.key for found in store.list()] == ["a", "bb/1"]
-    assert store.delete_all("b") == 0
+    store.delete_all("b")
 
 
 def test_a_listing_longer_than_a_page_is_whole(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,8 @@ def test_a_listing_longer_than_a_page_is_whole(store: ArtifactStore, monkeypatch
     for name in names:
         store.write(name, b"x")
     assert [found.key for found in store.list("many")] == names
-    assert store.delete_all("many") == 10
+    store.delete_all("many")
+    assert list(store.list()) == []
 
 
 def test_what_is_written_once_stays(store: ArtifactStore) -> None:
@@ -105,7 +107,7 @@ def test_what_is_written_once_stays(store: ArtifactStore) -> None:
 
 
 def test_of_writers_that_disagree_one_wins_where_the_store_can_promise_it(store: ArtifactStore) -> None:
-    if not store.check().conditional_writes:
+    if not store.check():
         pytest.skip("this server ignores If-None-Match, and the store says so")
     outcomes: dict[int, bool] = {}
     ready = threading.Barrier(6)
@@ -131,8 +133,8 @@ def test_of_writers_that_disagree_one_wins_where_the_store_can_promise_it(store:
 def test_a_file_goes_up_and_comes_back_with_its_digest(store: ArtifactStore, tmp_path: Path, a_file: MakeFile,
                                                       size: int) -> None:
     source = a_file(size)
-    there = store.upload("models/a.bin", source)
-    assert there == store.stat("models/a.bin") == StoredObject("models/a.bin", size, digest_file(source))
+    store.upload("models/a.bin", source)
+    assert store.stat("models/a.bin") == StoredObject("models/a.bin", size, digest_file(source))
     target = tmp_path / "deep" / "down" / "a.bin"
     store.download("models/a.bin", target)
     assert digest_file(target) == digest_file(source)

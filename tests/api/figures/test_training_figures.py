@@ -7,7 +7,6 @@ import pytest
 from eyrie_api.cli.plots import figures_of_job
 from eyrie_api.contract.figures import Chart, TrainingCurves
 from eyrie_api.contract.status import MetricPoint, MetricSeries
-from eyrie_api.database.jobs import Metric
 from eyrie_api.figures.training_curves import CHARTS, LATEST, RUNG, curves_of, training_figures
 from eyrie_api.http.console.pages import HERE
 from eyrie_api.planning.resolve import derive
@@ -107,7 +106,7 @@ def test_files_have_the_words_names_and_values_that_the_api_answers_the_page(ser
     for key in ("a", "b"):
         for one in training(key):
             record_metrics(jobs, job.id, "train", key, [
-                Metric(one.name, point.step, point.value / 3, NOW) for point in one.points])
+                (one.name, point.step, point.value / 3, NOW) for point in one.points])
     found = server.client.curves(job.id)
     files = figures_of_job(server.client, job.id)
     assert [one.name for one in files] == NAMES

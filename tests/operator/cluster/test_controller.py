@@ -168,7 +168,7 @@ def test_a_job_of_any_namespace_may_name_no_file_of_the_system_and_no_host_with_
             conditions = harness.server.objects[path]["status"]["conditions"]
             assert ("Accepted", "False", "InvalidInput") in {(each["type"], each["status"], each["reason"])
                                                              for each in conditions}, (namespace, conditions)
-    assert Jobs(harness.database).live() == ()
+    assert Jobs(harness.database).unfinished() == ()
 
 
 def applied(one: Controller, harness: Harness, raw: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def test_a_job_without_room_is_tried_again_after_fifteen_seconds_and_not_at_once
     assert waits.controller.process_next()
     waits.work_off()
     assert waits.rows.all() == ()
-    (job_id,) = (jobs := Jobs(waits.harness.database)).live()
+    (job_id,) = (jobs := Jobs(waits.harness.database)).unfinished()
     assert jobs.submitted(job_id) == job_body(), "as the object has it, without the labels that name the object"
     assert jobs.get(job_id).spec.labels[NAME_LABEL] == "night"
     assert jobs.resolved(job_id).plan is not None
@@ -462,7 +462,7 @@ def test_a_job_that_cannot_be_resumed_for_want_of_room_waits_with_its_project_un
     jobs = Jobs(waits.harness.database)
     waits.make_room(1)
     waits.look()
-    (job_id,) = jobs.live()
+    (job_id,) = jobs.unfinished()
     waits.put(suspend=True)
     jobs.save_status(job_id, ended("Cancelled"))
     waits.look()
@@ -473,5 +473,5 @@ def test_a_job_that_cannot_be_resumed_for_want_of_room_waits_with_its_project_un
     assert num_writes(waits, waits.look) == 0
     jobs.save_status(other, ended("Succeeded"))
     waits.look()
-    assert jobs.live() == (job_id,)
+    assert jobs.unfinished() == (job_id,)
     assert waits.rows.all() == ()

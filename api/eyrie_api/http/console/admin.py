@@ -52,7 +52,7 @@ def admin(control: RequestControl, request: Request) -> Response:
                              may_create_projects=_may(control, "quotas:write", ALL_PROJECTS),
                              may_create_keys_everywhere=_may(control, "keys:write", ALL_PROJECTS),
                              may_audit=_may_in_some(control, "audit:read"), events=_EVENTS, now=utc_now(),
-                             is_recent=_is_recent(request), server=pages.server_of(request))
+                             is_recent=_is_recent(request))
 
 
 @router.get("/console/admin/projects/{project}", response_class=HTMLResponse)
@@ -60,7 +60,7 @@ def project(project: Name, control: RequestControl, request: Request) -> Respons
     """One project: its quotas, what is used of them, and its members."""
     control = _with_rights(control, request)
     shown, may_list = control.projects.get(project), _may(control, "members:write", project)
-    return pages.render_page("admin_project.html", control, request, project=shown, server=pages.server_of(request),
+    return pages.render_page("admin_project.html", control, request, project=shown,
                              members=control.projects.members(project) if may_list else None,
                              may_set_quotas=_may(control, "quotas:write", ALL_PROJECTS),
                              issuer=control.settings.oidc_issuer, is_recent=_is_recent(request))
@@ -72,8 +72,7 @@ def audit(control: RequestControl, request: Request,
     """The audit log, newest first, a page at a time."""
     control = _with_rights(control, request)
     page = control.audit.read(before=before, limit=_ENTRIES) if _may_in_some(control, "audit:read") else None
-    return pages.render_page("admin_audit.html", control, request, audit=page, before=before,
-                             server=pages.server_of(request))
+    return pages.render_page("admin_audit.html", control, request, audit=page, before=before)
 
 
 def _with_rights(control: Control, request: Request) -> Control:

@@ -120,7 +120,7 @@ def _job_form(control: Control, request: Request, source: str | None, document: 
     # In which project is known with the request that starts the job: here, whether there is one.
     may_start = principal is None or principal.model_copy(update={"scopes": None}).readable("jobs:write") != frozenset()
     return pages.render_page("new_job.html", control, request, source=source, form=job_form(), may_start=may_start,
-                       server=pages.server_of(request), document=json.dumps(document, indent=2))
+                             document=json.dumps(document, indent=2))
 
 
 def _fields(pointer: str, unresolved: Schema, definitions: Schema, required: bool, in_item: bool = False

@@ -7,9 +7,11 @@ later version, a rate that was not measured) is an empty cell.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -17,7 +19,7 @@ from pydantic import JsonValue
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from eyrie_api.contract.reports import CaptureReport, RegenerateReport, TrainReport, VocabularyReport
-from eyrie_api.contract.stages import STAGES, StageName
+from eyrie_api.contract.stages import StageName
 from eyrie_api.contract.status import Job, JobReport, StageFile
 from eyrie_api.database.jobs import JobFilter
 from eyrie_api.database.results import ResultFilter
@@ -27,6 +29,7 @@ from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.http.console import pages
 from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.live_pages import Rendered
+from eyrie_api.http.problems import pointer as pointer_of
 from eyrie_api.http.routes.outcomes import LeaderboardQuery, compare_plan, files_of, times_left
 from eyrie_api.quantities import duration, size
 
@@ -60,7 +63,8 @@ def job(job_id: str, control: RequestControl, request: Request,
     except EyrieError as error:  # the rest of the page does not need the files and reports
         unlisted = error
     else:
-        files = by_stage(files_of(job_id, manifests).items)
+        listed = files_of(job_id, manifests).items  # in order of stage
+        files = tuple(StageFiles(stage, tuple(of_stage)) for stage, of_stage in groupby(listed, attrgetter("stage")))
         tables = stage_tables(report_of(values["job"], manifests, ()))
     return pages.may_submit(pages.render_page(
         "job.html", control, request, submitted=control.jobs.submitted(job_id), files=files, tables=tables,
@@ -155,13 +159,6 @@ class StageFiles:
         return sum(file.size_bytes for file in self.files)
 
 
-def by_stage(files: Iterable[StageFile]) -> tuple[StageFiles, ...]:
-    """In order of stage; stages without files are left out."""
-    listed = tuple(files)
-    stages = (StageFiles(stage, tuple(file for file in listed if file.stage == stage)) for stage in STAGES)
-    return tuple(stage for stage in stages if stage.files)
-
-
 @dataclass(frozen=True)
 class Difference:
     """A field that two documents do not have with the same value."""
@@ -180,24 +177,20 @@ def differences(mine: JsonValue, other: JsonValue, pointer: str = "") -> tuple[D
 
     Objects and lists are descended into where both documents have one, else shown whole. Equal fields are left out.
     """
-    if isinstance(mine, dict) and isinstance(other, dict):
-        names = (*mine, *(name for name in other if name not in mine))
-        pairs = [(name.replace("~", "~0").replace("/", "~1"), name in mine, mine.get(name), name in other,
-                  other.get(name)) for name in names]
-    elif isinstance(mine, list) and isinstance(other, list):
-        pairs = [(str(at), at < len(mine), mine[at] if at < len(mine) else None, at < len(other),
-                  other[at] if at < len(other) else None) for at in range(max(len(mine), len(other)))]
-    else:
+    if isinstance(mine, list) and isinstance(other, list):
+        mine, other = ({str(at): value for at, value in enumerate(values)} for values in (mine, other))
+    if not isinstance(mine, dict) or not isinstance(other, dict):
         texts = json.dumps(mine, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
         return () if texts[0] == texts[1] else (Difference(pointer, *texts),)
     differing: list[Difference] = []
-    for name, in_mine, my_value, in_other, other_value in pairs:
-        below = f"{pointer}/{name}"
-        if in_mine and in_other:
-            differing += differences(my_value, other_value, below)
+    for name in (*mine, *(name for name in other if name not in mine)):
+        below = pointer + pointer_of([name])
+        if name in mine and name in other:
+            differing += differences(mine[name], other[name], below)
         else:
-            differing.append(Difference(below, json.dumps(my_value, ensure_ascii=False) if in_mine else None,
-                                    json.dumps(other_value, ensure_ascii=False) if in_other else None))
+            differing.append(Difference(below, *(
+                json.dumps(document[name], ensure_ascii=False) if name in document else None
+                for document in (mine, other))))
     return tuple(differing)
 
 

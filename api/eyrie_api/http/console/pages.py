@@ -35,7 +35,6 @@ from eyrie_api.contract.comparison import CompareRequest
 from eyrie_api.contract.status import Problem
 from eyrie_api.database.rendering import TIME_CURSOR, decode_cursor
 from eyrie_api.decisions.alerts import drift_hint
-from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import NotFound, Unauthorized
 from eyrie_api.http.authentication import LOCAL
 from eyrie_api.http.control import Control, RequestControl
@@ -91,7 +90,7 @@ def home_values(control: Control, before: str | None) -> dict[str, Any]:
     before_time = None if before is None else decode_cursor(before, TIME_CURSOR)[0]
     endpoints, newest = control.endpoints.list().items, control.jobs.list(limit=NEWEST_JOBS)
     listed = newest if before is None else control.jobs.list(limit=NEWEST_JOBS, cursor=before)
-    traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
+    traffic = control.traffic(endpoints)
     return {"endpoints": list(zip(endpoints, traffic, strict=True)), "jobs": listed.items,
             "before": before_time, "live": home_address("/console/live", before),
             "older": None if listed.next_cursor is None else home_address("/", listed.next_cursor),
@@ -123,9 +122,8 @@ def endpoint(name: str, control: RequestControl, request: Request) -> Response:
 def endpoint_values(control: Control, name: str, server: str) -> dict[str, Any]:
     """What its templates show. Raises NotFound."""
     endpoint = control.endpoints.get(name)
-    latest = filter(None, (control.histories.latest(name, kind) for kind in KINDS))
     history = control.histories.read(name, limit=_HISTORY)
-    return {"endpoint": endpoint, "traffic": traffic_of((endpoint,), latest)[0], "server": server,
+    return {"endpoint": endpoint, "traffic": control.traffic((endpoint,))[0], "server": server,
             "drift_hint": drift_hint, "may_serve": may(control, "endpoints:write", control.endpoints.project_of(name)),
             "figures": list_figures(name, control),
             "history": history.model_copy(update={"items": history.items[::-1]})}  # newest first
@@ -151,7 +149,7 @@ def compare(name: str, control: RequestControl, request: Request) -> Response:
     endpoint = control.endpoints.get(name)
     active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
-                             server=server_of(request), engine=control.endpoints.serving(name).serve.engine.kind,
+                             engine=control.endpoints.serving(name).serve.engine.kind,
                              recorded=recorded_prompts(name, control),
                              default_tokens=CompareRequest.model_fields["max_tokens"].default,
                              may_compare=may(control, "endpoints:write", control.endpoints.project_of(name)))
@@ -332,7 +330,8 @@ def render_page(template: str, control: Control, request: Request, **values: Any
     principal = control.scope.principal
     who = None if principal is None or principal == LOCAL else principal.subject
     change = "" if principal is None else request.app.state.authenticator.change_token_for(principal)
-    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values()}
+    common = {"who": who, "change": change, "administers": principal is None or "admin" in principal.roles.values(),
+              "server": server_of(request)}
     return HTMLResponse(rendered(template, common | values), headers=_HEADERS)
 
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from eyrie_api.clock import utc_now
 from eyrie_api.contract import access as contract
 from eyrie_api.contract.model import Items, Name
-from eyrie_api.database.projects import KeyRequest
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import RequestControl
 
@@ -39,9 +38,9 @@ def create_key(request: contract.CreateKey, control: RequestControl) -> contract
     expires_at = None if days is None else utc_now() + timedelta(days=days)
     if "expires_in_days" not in request.model_fields_set and principal is not None and principal.expires_at is not None:
         expires_at = principal.expires_at if expires_at is None else min(expires_at, principal.expires_at)
-    key, secret = control.keys.create(KeyRequest(
-        name=request.name, role=request.role, scopes=None if request.scopes is None else frozenset(request.scopes),
-        expires_at=expires_at, everywhere=request.everywhere))
+    scopes = None if request.scopes is None else frozenset(request.scopes)
+    key, secret = control.keys.create(request.name, request.role, scopes=scopes, expires_at=expires_at,
+                                      everywhere=request.everywhere)
     return contract.CreatedKey(key=key, secret=secret)
 
 

@@ -9,7 +9,6 @@ from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.model import Items
 from eyrie_api.contract.status import Endpoint, Job
 from eyrie_api.decisions.alerts import alerts_of
-from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.full_disk import disk_full, is_short
 from eyrie_api.http.control import Control, RequestControl
 
@@ -24,8 +23,7 @@ def read_alerts(control: RequestControl) -> Items[AlertItem]:
     endpoints, drift, quotas, DrafterJobs that wait, a full disk; in the order of the console's home. Covers the newest
     50 jobs; of the DrafterJobs that wait, the 20 that have waited longest are items of their own."""
     endpoints = control.endpoints.list().items
-    traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
-    return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, traffic)
+    return alerts_now(control, control.jobs.list(limit=NEWEST_JOBS).items, endpoints, control.traffic(endpoints))
 
 
 def alerts_now(control: Control, newest: Sequence[Job], endpoints: Sequence[Endpoint],

@@ -18,7 +18,6 @@ from eyrie_api.contract.model import Items, Name
 from eyrie_api.contract.status import Endpoint, PromoteRequest, RollbackRequest
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.database.endpoint_history import MAX_PAGE
-from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.decisions.leaderboard import WITHOUT_DRAFTER
 from eyrie_api.errors import Conflict
 from eyrie_api.figures import endpoint_figures
@@ -39,8 +38,7 @@ def list_endpoints(control: RequestControl) -> Items[Endpoint]:
 def list_traffic(control: RequestControl) -> Items[EndpointTraffic]:
     """What the traffic of every endpoint shows now: the latest window with acceptance and requests per second, the
     canary and its share, drift."""
-    latest = control.histories.latest_of_all(KINDS)
-    return Items[EndpointTraffic](items=traffic_of(control.endpoints.list().items, latest))
+    return Items[EndpointTraffic](items=control.traffic(control.endpoints.list().items))
 
 
 @router.get(ENDPOINTS + "/{name}")
@@ -127,7 +125,7 @@ async def compare_answers(name: Name, request: CompareRequest, control: RequestC
     """Answer a prompt with and without the drafter, one after the other: server-sent events `progress` (new rounds with
     their draft trees, tokens/s, tau), `recorded` (what the proof recorded in place of SGLang's answer without the
     drafter), `unavailable`, `failed` and, last, `end` (whether both answers are equal)."""
-    served = await to_thread.run_sync(_comparable, control, name, request.prompt)
+    served = await to_thread.run_sync(_comparable, control, name)
     return StreamingResponse(compare(served, request), media_type="text/event-stream",
                              headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
@@ -140,19 +138,17 @@ def recorded_prompts(name: Name, control: RequestControl) -> RecordedPrompts:
         job_id=recording.job_id, prompts=tuple(answer.prompt for answer in recording.answers))
 
 
-def _comparable(control: Control, name: str, prompt: str) -> ServedEndpoint:
+def _comparable(control: Control, name: str) -> ServedEndpoint:
     engine = control.endpoints.serving(name, "endpoints:write").serve.engine.kind
     endpoint = control.endpoints.get(name)
     if endpoint.desired == "off" or endpoint.url is None:
         state = "is off" if endpoint.desired == "off" else "does not serve yet"
         raise Conflict(f"endpoint {name!r} {state}", f"eyrie endpoints on {name}" if endpoint.desired == "off" else
                        "eyrie endpoints shows its conditions")
-    recording = read_recording(control, endpoint)
     return ServedEndpoint(
         endpoint.url, endpoint.model, engine, live_revision(endpoint, drafts=True),
         live_revision(endpoint, drafts=False), {rev.number: rev.url for rev in endpoint.revisions if rev.url},
-        None if recording is None else recording.run(prompt),
-        () if recording is None else tuple(answer.prompt for answer in recording.answers))
+        read_recording(control, endpoint))
 
 
 def _after(control: Control, name: str) -> Endpoint:

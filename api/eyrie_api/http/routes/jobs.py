@@ -2,7 +2,7 @@
 estimate a job without running it."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Response
 from pydantic import JsonValue
@@ -14,7 +14,7 @@ from eyrie_api.contract.plan import Plan, PlannedStages
 from eyrie_api.contract.resources import WaitingList
 from eyrie_api.contract.status import Job, JobList, Phase, RetryRequest
 from eyrie_api.database import endpoint_names
-from eyrie_api.database.idempotency import Once, Replay
+from eyrie_api.database.idempotency import Once
 from eyrie_api.database.jobs import MAX_PAGE, JobFilter
 from eyrie_api.errors import EyrieError, InvalidInput, NotFound
 from eyrie_api.http.control import Control, EndsWithClient, RequestControl
@@ -58,17 +58,14 @@ def create_job(spec: Spec, control: RequestControl, key: IdempotencyKey = None) 
         replay = None if once is None else control.idempotency.find(once)
         if replay is None:
             raise
-        done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
+        done: Job | dict[str, Any] = replay  # accepted earlier: replayed even if the job would be refused now
     else:
         done = control.jobs.submit_once(resolved, once, project, submitted)
-    if isinstance(done, Replay):
-        return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
-    control.wake()
-    return _accepted(done.id, done.model_dump_json(), replayed=False)
-
-
-def _accepted(job_id: str, text: str, *, replayed: bool) -> Response:
-    headers = {"Location": f"{JOBS}/{job_id}"} | ({"Idempotency-Replayed": "true"} if replayed else {})
+    if isinstance(done, Job):
+        control.wake()
+        text, headers = done.model_dump_json(), {"Location": f"{JOBS}/{done.id}"}
+    else:
+        text, headers = json.dumps(done), {"Location": f"{JOBS}/{done['id']}", "Idempotency-Replayed": "true"}
     return Response(text, status_code=202, headers=headers, media_type="application/json")
 
 

@@ -16,7 +16,6 @@ from eyrie_api.artifacts import code_version, installed_version
 from eyrie_api.contract.endpoints import EndpointTraffic
 from eyrie_api.contract.status import Endpoint, Version
 from eyrie_api.contract.storage import StoragePage
-from eyrie_api.decisions.endpoint_traffic import KINDS, traffic_of
 from eyrie_api.errors import Transient
 from eyrie_api.http.control import Control, RequestControl
 from eyrie_api.http.job_storage import MAX_PAGE
@@ -67,8 +66,7 @@ class _Rows(Collector):
             with suppress(Transient):  # without the broker this metric is omitted, the others are reported
                 gauges["eyrie_queue_length"].add_metric([name], length())
         endpoints = control.endpoints.list().items
-        traffic = traffic_of(endpoints, control.histories.latest_of_all(KINDS))
-        for endpoint, live in zip(endpoints, traffic, strict=True):
+        for endpoint, live in zip(endpoints, control.traffic(endpoints), strict=True):
             _add_endpoint(gauges, endpoint, live)
         yield from gauges.values()
 
