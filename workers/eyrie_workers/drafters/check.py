@@ -10,7 +10,7 @@ other families whether Eyrie loads it, with exactly the tensors its config impli
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, headers_of, read_config
 from eyrie_workers.drafters.eagle3.directory import ENGINES
 from eyrie_workers.drafters.family import family_of
-from eyrie_workers.drafters.validation import ValidationRequest, check_mtp_layers, read_target
+from eyrie_workers.drafters.validation import ValidationRequest, check_mtp_layers, read_target, rules_by_loading
 from eyrie_workers.targets.loading import resolve, stored_tensors
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
@@ -70,8 +70,11 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         card = read_card(directory)
     except EyrieError as fault:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
-    findings = [*author_format_rules(config, headers_of(tensors))] or family.validate(
-        ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
+    findings: Iterable[Finding] = [*author_format_rules(config, headers_of(tensors))]
+    if not findings:
+        request = ValidationRequest(config, tensors, card, directory, target, context, compare_weights)
+        findings = (rules_by_loading(family.name, family.load, request) if family.validate is None
+                    else family.validate(request))
     return _errors_first([*findings, *general])
 
 

@@ -55,9 +55,7 @@ from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
@@ -298,9 +296,4 @@ def load(directory: Path, target: TargetConfig | None = None) -> Eagle1Drafter:
     return drafter
 
 
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return Eagle1Proposer(load(directory, target.config), target)
-
-
-FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, _load_proposer,
-                              validator_by_loading("eagle1", load), load=load, learning_rate=4e-3)
+FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, load, Eagle1Proposer, learning_rate=4e-3)

@@ -32,7 +32,7 @@ nothing in so short a run. The paper's Hydra++, whose heads read a decoder layer
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -56,15 +56,13 @@ from eyrie_workers.drafters.heads import (
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_limited_tree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
@@ -205,13 +203,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
-    return load_heads(HydraDrafter, directory, target)
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
-
-
-FAMILY = FamilyImplementation("hydra", create, HydraObjective, save_heads, _load_proposer,
-                              validator_by_loading("hydra", load), learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "hydra", create, HydraObjective, save_heads, partial(load_heads, HydraDrafter),
+    lambda drafter, target: HydraProposer(drafter, target.embed_weight, target.config.num_layers), learning_rate=2e-3)

@@ -32,7 +32,7 @@ matrices, and a `token_map` where the draft vocabulary is smaller than the targe
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,13 @@ from eyrie_workers.drafters.heads import (
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import target_ids
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftTree
 from eyrie_workers.speculation.tree import build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
@@ -168,13 +166,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def load(directory: Path, target: TargetConfig | None) -> MedusaDrafter:
-    return load_heads(MedusaDrafter, directory, target)
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return MedusaProposer(load(directory, target.config), target.config.num_layers, target.dtype)
-
-
-FAMILY = FamilyImplementation("medusa", create, MedusaObjective, save_heads, _load_proposer,
-                              validator_by_loading("medusa", load), learning_rate=5e-3)
+FAMILY = FamilyImplementation(
+    "medusa", create, MedusaObjective, save_heads, partial(load_heads, MedusaDrafter),
+    lambda drafter, target: MedusaProposer(drafter, target.config.num_layers, target.dtype), learning_rate=5e-3)

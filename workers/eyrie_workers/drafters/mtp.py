@@ -38,9 +38,8 @@ from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
@@ -273,9 +272,4 @@ def load(directory: Path, target: TargetConfig | None = None) -> MtpDrafter:
     return drafter
 
 
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return MtpProposer(load(directory, target.config), target)
-
-
-FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, _load_proposer,
-                              validator_by_loading("mtp", load))
+FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, load, MtpProposer)

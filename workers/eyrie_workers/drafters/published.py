@@ -102,7 +102,7 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
     another family, or of other values than the spec sets, naming both; and what `published.fetch` and `published.adopt`
     raise."""
     assert spec.head is not None
-    if family.load is None:
+    if not family.row.continues:
         raise InvalidInput(f"{INIT_FROM} is set, and training of {family.name} drafters cannot continue from a "
                            "checkpoint", "leave it out, or train another family")
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +110,7 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
         actual = adopt(fetch(INIT_FROM, spec.head.path, spec.head.revision), directory, target)
         config = read_config(directory)
         require_agreement(spec, actual.name, config)
-        module, digest = family.load(directory).float(), weights_digest(directory)
+        module, digest = family.load(directory, None).float(), weights_digest(directory)
     own = own_settings(family.name, config)
     vocabulary = None if family.row.whole_vocabulary else getattr(module, "vocabulary", None)
     flags = {field: own[field] for field in VARIANT_FIELDS if field in own}
@@ -122,7 +122,7 @@ def layers_of_head(head: PublishedDrafter, target: Path) -> Layers:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
         family = adopt(fetch(INIT_FROM, head.path, head.revision), directory, target)
-        if family.load is None:
+        if not family.row.continues:
             return ()
-        family.load(directory)  # refuses what training would refuse
+        family.load(directory, None)  # refuses what training would refuse
         return own_settings(family.name, read_config(directory)).get("aux_layers", ())

@@ -45,10 +45,9 @@ from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.causal_attention import packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig
@@ -147,13 +146,15 @@ class StandaloneProposer:
 
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: TargetModel) -> None:
+    def __init__(self, drafter: StandaloneDrafter, target: TargetModel) -> None:
+        """Drafting computes in the target's dtype, on its device."""
         self.branch_keys: BranchKeys = "ancestors"
         self.reads_first_token = True
         """SGLang's STANDALONE pairs each position with the following token, as EAGLE does, and so never reads the first
         token of a text. False reproduces that."""
-        self._model = model
-        self.max_length = model.config.max_position_embeddings
+        self._model = TargetModel(drafter.config, {name: tensor.to(target.device, target.dtype)
+                                                   for name, tensor in drafter.state_dict().items()})
+        self.max_length = drafter.config.max_position_embeddings
 
     def new_state(self, num_rows: int) -> StandaloneState:
         config, dtype = self._model.config, self._model.dtype
@@ -235,27 +236,14 @@ def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | 
                                 checkpoint.as_stored(drafter.state_dict(), dtype), card)
 
 
-def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
-    """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
-    CheckpointInvalid."""
+def _load(directory: Path, target: TargetConfig | None) -> StandaloneDrafter:
     _, config, tensors = checkpoint.read_checkpoint(directory, "standalone", target)
-    return config, tensors
-
-
-def _load_drafter(directory: Path) -> StandaloneDrafter:
-    config, tensors = load(directory)
-    drafter = StandaloneDrafter(config)
-    drafter.load_state_dict(tensors)
+    with torch.device("meta"):
+        drafter = StandaloneDrafter(config)
+    drafter.load_state_dict(tensors, assign=True)
     return drafter
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    config, tensors = load(directory, target.config)
-    return StandaloneProposer(TargetModel(
-        config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()}, directory))
 
 
 # 130 steps of 1024 tokens: theoretical speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
 # from random matrices 1.82 at 1e-3, 2.05 at 2e-3, 1.52 at 3e-3, 1.28 at 6e-3.
-FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load_proposer,
-                              validator_by_loading("standalone", load), load=_load_drafter, learning_rate=2e-3)
+FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load, StandaloneProposer, learning_rate=2e-3)

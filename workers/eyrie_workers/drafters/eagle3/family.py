@@ -38,10 +38,8 @@ from eyrie_workers.drafters.eagle3.drafter import (
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation import ValidationRequest
-from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear, rms_normalise
 
 
@@ -54,15 +52,15 @@ def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32"
     tensors = checkpoint.as_stored({name: tensor for name, tensor in drafter.state_dict().items()
                                     if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
-    _refuse_errors(directory, ValidationRequest(config, tensors, card))
+    checkpoint.refuse(directory.name, validate(ValidationRequest(config, tensors, card)))
     checkpoint.write_checkpoint(directory, config, tensors, card)
 
 
-def load_drafter(directory: Path) -> Eagle3Drafter:
-    """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
-    contract or is a variant Eyrie's engine does not compute."""
+def load_drafter(directory: Path, target: TargetConfig | None = None) -> Eagle3Drafter:
+    """Read and validate a drafter, for this target if one is given. Raises ArtifactMissing when a file is missing,
+    CheckpointInvalid when it breaks the contract or is a variant Eyrie's engine does not compute."""
     config, stored = checkpoint.read_config(directory), checkpoint.read_tensors(directory)
-    _refuse_errors(directory, ValidationRequest(config, stored, read_card(directory)))
+    checkpoint.refuse(directory.name, validate(ValidationRequest(config, stored, read_card(directory))))
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
     parsed = parse_config(config)
     ids = tensors["d2t"] + torch.arange(parsed.draft_vocab_size) if "d2t" in tensors else torch.arange(
@@ -72,11 +70,9 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
     drafter.to(tensors["fc.weight"].dtype)  # all parameters have one: the validator checks it
     tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
     drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
+    if target is not None:
+        checkpoint.refuse_another_target(str(directory), "eagle3", config, target)
     return drafter
-
-
-def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
-    checkpoint.refuse(directory.name, validate(request))
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
@@ -198,12 +194,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     return drafter
 
 
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    drafter = load_drafter(directory)
-    checkpoint.refuse_another_target(str(directory), "eagle3", checkpoint.read_config(directory), target.config)
-    return Eagle3Proposer(drafter, target.embed_weight)
-
-
-FAMILY = FamilyImplementation("eagle3", _create, TrainingTimeTest, save_drafter, _load_proposer, validate,
-                              trained=lambda drafter: trained_drafter(drafter.config), load=load_drafter,
-                              learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "eagle3", _create, TrainingTimeTest, save_drafter, load_drafter,
+    lambda drafter, target: Eagle3Proposer(drafter, target.embed_weight), validate,
+    trained=lambda drafter: trained_drafter(drafter.config), learning_rate=2e-3)
