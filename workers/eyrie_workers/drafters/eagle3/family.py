@@ -139,7 +139,7 @@ class _InferenceLayer:
             layer_proposer.adjacent_rotary_pairs(matrix * norm, num_rotated, head_dim) for matrix, norm in (
                 (weights.hidden_qkv, weights.hidden_norm), (weights.embed_qkv, weights.input_layernorm)))
         self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
-        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
+        self.finish = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
         self._norm = weights.norm.to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
         self._token_qkv = layer_proposer.TokenProjection(
@@ -155,9 +155,6 @@ class _InferenceLayer:
     def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """The state unchanged [T, H], and q, k, v [T, Q]"""
         return hidden_TH, self._hidden_qkv.add(rms_normalise(hidden_TH, self._eps), self._token_qkv(tokens_T))
-
-    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        return self._post_attention(residual_TH, attended_TQ)
 
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         normed = rms_normalise(hidden_TH, self._eps)
