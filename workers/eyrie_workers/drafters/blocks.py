@@ -359,8 +359,9 @@ class DFlashProposer:
         return self._config.aux_layers
 
     def new_state(self, num_rows: int) -> DFlashState:
-        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows,
-                           torch.zeros(num_rows, self._config.decoder.hidden_size, dtype=self._model.dtype))
+        decoder, dtype = self._config.decoder, self._model.dtype
+        return DFlashState(DrafterKVCache(decoder, decoder.num_layers, num_rows, dtype), [0] * num_rows,
+                           torch.zeros(num_rows, decoder.hidden_size, dtype=dtype))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         assert isinstance(state, DFlashState)

@@ -1,4 +1,4 @@
-"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""The KV cache of drafters with decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the
@@ -17,7 +17,7 @@ own attention without a mask (`PromptTokens`).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.targets.causal_attention import causal
-from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import upload
 
 
@@ -67,14 +67,33 @@ def attend_rows(q_BKXE: Tensor, keys_RLKE: Tensor, values_RLKE: Tensor, mask: Te
     return F.scaled_dot_product_attention(q_BKXE, keys, values, attn_mask=mask).index_select(0, place_B)
 
 
+class LayerConfig(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
 class DrafterKVCache:
-    def __init__(self, config: TargetConfig, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: LayerConfig, num_layers: int, num_rows: int, dtype: torch.dtype) -> None:
         self.config = config
         self.settled = [0] * num_rows
         """Number of settled keys of each row."""
 
-        self.data = torch.zeros(config.num_layers, num_rows, INITIAL_POSITIONS, 2 * config.num_kv_heads,
-                                config.head_dim, dtype=dtype)
+        self.data = torch.zeros(num_layers, num_rows, INITIAL_POSITIONS, 2 * config.num_kv_heads, config.head_dim,
+                                dtype=dtype)
 
     def reserve(self, length: int) -> None:
         self.data = grown(self.data, 2, length)

@@ -158,7 +158,7 @@ class StandaloneProposer:
 
     def new_state(self, num_rows: int) -> StandaloneState:
         config, dtype = self._model.config, self._model.dtype
-        return StandaloneState(kv_cache.DrafterKVCache(config, num_rows, dtype),
+        return StandaloneState(kv_cache.DrafterKVCache(config, config.num_layers, num_rows, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
