@@ -10,8 +10,8 @@ rounding differences can change proposals, never the output.
 
 What a pass allocates. Keys and values are read in place where the rows of the pass are neighbours in the buffer, in
 any order; the engine gives out the lowest free row, so they are while no row between them is free. Others are copied,
-[B, L, K, E] per layer (`attend_rows`). Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has its
-own attention without a mask (`PromptTokens`).
+[B, L, K, E] per layer (`attend_rows`). Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has
+attention without a mask (`targets.causal_attention`).
 
     B rows, N new tokens of each, M scratch keys, L indices, K kv heads, W query heads per kv head, E head size
 """
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
-from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import upload
 
@@ -132,22 +131,6 @@ class NewTokens:
         attended = attend_rows(q.flatten(2, 3), keys, values, self._mask, self._chosen)
         return attended.view(rows, config.num_kv_heads, -1, new, config.head_dim).permute(0, 3, 1, 2, 4).reshape(
             rows * new, -1)
-
-
-class PromptTokens:
-    """`targets.model.Attend` of the first T tokens of one row: causal, without the mask of T * T elements."""
-
-    def __init__(self, cache: DrafterKVCache, chosen: RowLengths, num_tokens: int) -> None:
-        assert [*chosen.lengths] == [0], "one row without settled keys"
-        self.dtype = cache.data.dtype
-        self._cache, self._chosen = cache, chosen
-        cache.reserve(num_tokens)
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """heads [T, Q + 2K, E] -> [T, Q * E]."""
-        config = self._cache.config
-        self._cache.write(layer, self._chosen, heads[None, :, config.num_heads:])
-        return causal(*heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1))
 
 
 def causal_mask(chosen: RowLengths, num_new: int) -> Tensor | None:

@@ -49,7 +49,7 @@ from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
-from eyrie_workers.targets.causal_attention import packed_causal, starts_of
+from eyrie_workers.targets.causal_attention import CausalAttention, packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -174,8 +174,14 @@ class StandaloneProposer:
                  for row, length, tokens in zip(pairs.rows, lengths, pairs.tokens, strict=True)]
         chosen, num_new = kv_cache.RowLengths.of(pairs.rows, lengths), max(map(len, texts))
         tokens_BT = upload([[*text, *[0] * (num_new - len(text))] for text in texts])
-        attend: Attend = (kv_cache.PromptTokens(state.cache, chosen, num_new) if lengths == [0]
-                          else kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new)))
+        attend: Attend
+        if lengths == [0]:  # the first tokens of one row, without the mask of N * N elements
+            cache = state.cache
+            cache.reserve(num_new)
+            attend = CausalAttention(self._model.config, [num_new], self._model.dtype, self._model.device,
+                                     lambda layer, kv: cache.write(layer, chosen, kv[None]))
+        else:
+            attend = kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new))
         positions_BT = chosen.lengths_B1 + torch.arange(num_new)  # padding included: it is overwritten
         _, states = self._model.run(tokens_BT.flatten(), positions_BT.flatten(), attend)
         last_B = upload([row * num_new + len(text) - 1 for row, text in enumerate(texts)])

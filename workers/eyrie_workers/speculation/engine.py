@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ from torch import Tensor
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_workers.speculation import verify
-from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
+from eyrie_workers.speculation.cache import KVCache, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import (
@@ -53,6 +54,7 @@ from eyrie_workers.speculation.requests import (
     traced_round,
 )
 from eyrie_workers.speculation.tree import ancestors
+from eyrie_workers.targets.causal_attention import CausalAttention
 from eyrie_workers.targets.device import device_scope, upload
 from eyrie_workers.targets.model import TargetModel
 
@@ -262,11 +264,13 @@ class Engine:
         row = RequestState(request, heapq.heappop(self._free_drafter_rows), submitted_at=submitted_at,
                            tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
-        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module).
+        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module). In
+        # the model's dtype therefore even in exact mode.
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
         prompt = upload(row.tokens)
-        attend = PrefillAttention(self._cache, slot, self.target.dtype)
+        attend = CausalAttention(self.target.config, [num_prompt], self.target.dtype, self.target.device,
+                                 partial(self._cache.write_prompt, slot))
         positions = torch.arange(num_prompt)
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
