@@ -1,4 +1,4 @@
-"""A step in micro-batches is the step of one large batch; longer rows are cut, and counted."""
+"""A step in micro-batches is the step of one large batch; longer rows are cut."""
 
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
@@ -14,7 +14,6 @@ from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.hidden_states.shard_format import StoreFormat, TopKLogits, supervised_positions
 from eyrie_workers.training.batches import (
     BatchLoader,
-    CutFeatures,
     Features,
     Schedule,
     StepBatch,
@@ -104,13 +103,11 @@ class _Rows:
         yield from (self.read(group) for group in groups)
 
 
-def test_rows_longer_than_a_process_computes_are_cut_and_counted() -> None:
-    cut = CutFeatures(_Rows(), 30)
-    assert cut.lengths == [30, 25, 30, 12]
-    assert (cut.num_cut, cut.tokens_left_out) == (2, 11)
-    assert cut.tokens(0)[0].numel() == 30
-    for read in (cut.read([0, 1, 2, 3]), next(cut.batches([[0, 1, 2, 3]]))):
-        assert read.lengths == (30, 25, 30, 12)
-        documents = random_documents(LENGTHS)
-        for mine, whole in zip(read.aux.split(read.lengths), documents.aux.split(LENGTHS), strict=True):
-            assert torch.equal(mine, whole[:mine.shape[0]])
+def test_rows_longer_than_a_process_computes_are_cut() -> None:
+    schedule = Schedule(range(4), [min(length, 30) for length in LENGTHS], 200, 1.0, 0)
+    batch = BatchLoader(schedule, _Rows(), most_tokens=30).take(0)
+    read, documents = batch.documents, random_documents(LENGTHS)
+    assert read.lengths == (30, 25, 30, 12)
+    assert batch.num_tokens == 97
+    for mine, whole in zip(read.aux.split(read.lengths), documents.aux.split(LENGTHS), strict=True):
+        assert torch.equal(mine, whole[:mine.shape[0]])

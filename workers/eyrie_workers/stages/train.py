@@ -142,12 +142,11 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
         spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist, path,
                            is_open=given.train.max_tokens_per_gpu is None)
     # Rows are cut to what one process computes at a time.
-    most = spec.train.max_tokens_per_gpu
-    if most is not None and max(store.lengths, default=0) > most:
-        store = cut = batches.CutFeatures(store, most)
-        stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
-                    f"the {cut.tokens_left_out} tokens behind it are not trained on", warning=True)
-    lengths = store.lengths
+    most, whole = spec.train.max_tokens_per_gpu, store.lengths
+    lengths = whole if most is None else [min(length, most) for length in whole]
+    if num_cut := sum(cut < length for cut, length in zip(lengths, whole, strict=True)):
+        stage.event("RowsCut", f"{num_cut} of {store.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
+                    f"the {sum(whole) - sum(lengths)} tokens behind it are not trained on", warning=True)
     of_sources = batches.rows_by_source(sources, train_rows, lengths)
     if spec.rows is not None:
         parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
@@ -159,16 +158,16 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist), dist, columns)
+    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist, most), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = batches.cut_evenly([lengths[row] for row in evaluation_rows],
-                              min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
+                              min(step_tokens, most or step_tokens))
     used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
                tokens_per_step=(sum(lengths[row] for row in train_rows) * spec.train.epochs
                                 / schedule.num_steps_of_epochs),
-               held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
+               held_out=lambda: (batches.first_tokens(store.read(evaluation_rows[cut.start:cut.stop]), most)
                                  for cut in cuts[dist.rank::dist.size]),
                columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),

@@ -327,8 +327,10 @@ class BatchLoader:
     ahead continues from there.
     """
 
-    def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS) -> None:
-        self._schedule, self._features, self._dist = schedule, features, dist
+    def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS,
+                 most_tokens: int | None = None) -> None:
+        """most_tokens: of a row; the schedule's lengths are those of the cut rows. None: rows are not cut."""
+        self._schedule, self._features, self._dist, self._most_tokens = schedule, features, dist, most_tokens
         self._next_step = -1
         # One entry per group of rows that the reader has been given and whose batch has not been taken yet.
         self._shards: deque[tuple[StepPlan, BatchShard]] = deque()
@@ -341,7 +343,7 @@ class BatchLoader:
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
         # 2. Invalid until the read succeeds: after an error the same step starts a new reader.
         self._next_step = -1
-        documents = next(self._batches)
+        documents = first_tokens(next(self._batches), self._most_tokens)
         plan, shard = self._shards.popleft()
         self._next_step = step + 1
         # 3. The batch, with the places of its documents in the whole step's.
@@ -393,9 +395,9 @@ def _supervised(batch: PackedBatch) -> list[Tensor]:
     return [supervised_positions(mask) for mask in batch.loss_mask.split(batch.lengths)]
 
 
-def first_tokens(batch: PackedBatch, most_tokens: int) -> PackedBatch:
-    """The batch with each document cut after its first `most_tokens`."""
-    if max(batch.lengths, default=0) <= most_tokens:
+def first_tokens(batch: PackedBatch, most_tokens: int | None) -> PackedBatch:
+    """The batch with each document cut after its first `most_tokens`; None: with whole documents."""
+    if most_tokens is None or max(batch.lengths, default=0) <= most_tokens:
         return batch
     lengths = tuple(min(length, most_tokens) for length in batch.lengths)
     starts = accumulate(batch.lengths, initial=0)
@@ -411,34 +413,3 @@ def first_tokens(batch: PackedBatch, most_tokens: int) -> PackedBatch:
         topk_logits = topk_logits.map(lambda x: x[rows_M])
     return replace(batch, token_ids=batch.token_ids[kept_T], loss_mask=loss_mask, aux=batch.aux[kept_T],
                    last=batch.last[kept_T], lengths=lengths, topk_logits=topk_logits)
-
-
-class CutFeatures:
-    """`Features` whose rows have at most so many tokens."""
-
-    def __init__(self, whole: Features, most_tokens: int) -> None:
-        self._whole, self._most = whole, most_tokens
-        self.format, self.digest = whole.format, whole.digest
-        self.lengths = [min(length, most_tokens) for length in whole.lengths]
-        self.num_cut = sum(length > most_tokens for length in whole.lengths)
-        self.tokens_left_out = sum(whole.lengths) - sum(self.lengths)
-
-    @property
-    def num_rows(self) -> int:
-        return self._whole.num_rows
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        token_ids, loss_mask = self._whole.tokens(index)
-        return token_ids[:self._most], loss_mask[:self._most]
-
-    def read(self, rows: Sequence[int]) -> PackedBatch:
-        return first_tokens(self._whole.read(rows), self._most)
-
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
-                reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        whole = self._whole.batches(groups, ahead=ahead, reuse=reuse)
-        try:
-            for batch in whole:
-                yield first_tokens(batch, self._most)
-        finally:
-            whole.close()
