@@ -14,12 +14,14 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import DrafterFamily, DrafterSizes
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import tensor_rules
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import (
     as_stored,
-    check_tensors,
+    headers_of,
     read_config,
     read_tensors,
+    refuse,
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
@@ -132,8 +134,8 @@ def _save(directory: Path, drafter: ToyDrafter, dtype: str, card: Card | None) -
 def _load(directory: Path, _target: TargetConfig | None = None) -> dict[str, Tensor]:
     config, tensors = read_config(directory), read_tensors(directory)
     hidden = config["hidden_size"]
-    check_tensors(directory.name, tensors, {"project.weight": (hidden, hidden),
-                                            "lm_head.weight": (config["vocab_size"], hidden)})
+    refuse(directory.name, tensor_rules(headers_of(tensors), {
+        "project.weight": (hidden, hidden), "lm_head.weight": (config["vocab_size"], hidden)}))
     return tensors
 
 

@@ -164,7 +164,7 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
 
 class _Eagle1InferenceLayer:
     """`InferenceLayer`: x and its q, k, v are linear in token and feature, so one product per feature yields all four,
-    and the token's share is a `TokenProjection`."""
+    and the token's share is a `token_projection`."""
 
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
         layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
@@ -175,7 +175,7 @@ class _Eagle1InferenceLayer:
         # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ layer.state.weight).to(dtype))
         token = Linear((to_outputs @ layer.token.weight).to(dtype), (to_outputs @ drafter.fc.bias.float()).to(dtype))
-        self._token = layer_proposer.TokenProjection(target.embed_weight, token, sum(self._widths))
+        self._token = layer_proposer.token_projection(target.embed_weight, token, sum(self._widths))
         self.finish = layer_proposer.InferencePostAttention(layer.post_attention, dtype)
         self._target = target
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.families import FAMILIES
-from eyrie_api.planning.drafter_rules import config_rules
+from eyrie_api.planning.drafter_rules import config_rules, tensor_rules
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -141,7 +141,7 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
         expected[TOKEN_MAP] = (config.draft_vocab_size,)  # no buffer of the module
-    checkpoint.check_tensors(directory.name, tensors, expected)
+    checkpoint.refuse(directory.name, tensor_rules(checkpoint.headers_of(tensors), expected))
     # 3. The vocabulary, and the values.
     if TOKEN_MAP in tensors:
         ids = tensors.pop(TOKEN_MAP).cpu()

@@ -55,7 +55,7 @@ from eyrie_workers.drafters.heads import (
     save_heads,
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
+from eyrie_workers.drafters.layer_proposer import target_ids, token_projection
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
@@ -156,7 +156,7 @@ class HydraProposer(HeadsProposer):
         config, dtype = drafter.config, embed_VH.dtype
         super().__init__(drafter, num_layers, 2 * config.hidden_size, dtype, embed_VH.device)
         with torch.inference_mode():
-            self._embedding = TokenProjection(embed_VH, scaled_embeddings, config.hidden_size)
+            self._embedding = token_projection(embed_VH, scaled_embeddings, config.hidden_size)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
             self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)

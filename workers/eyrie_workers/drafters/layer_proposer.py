@@ -34,8 +34,8 @@ from eyrie_workers.targets.model import pairs_together
 from eyrie_workers.targets.operators import Linear, rms_normalise
 from eyrie_workers.training.numerics import PostAttention
 
-# Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
-# token instead: the table of a 128k vocabulary would take more memory than the drafter.
+# Largest table [V, Q] of a `token_projection`, on every device. For larger vocabularies the product is computed for
+# each token instead: the table of a 128k vocabulary would take more memory than the drafter.
 MAX_TABLE_BYTES = 64 * 2**20
 
 
@@ -90,20 +90,13 @@ class InferencePostAttention:
         return self._down.add(F.silu(gate).mul_(up), hidden_TH)
 
 
-class TokenProjection:
-    """A function of a token's embedding, computed once for the whole vocabulary where the table is small enough."""
-
-    def __init__(self, embed_VH: Tensor, project: Callable[[Tensor], Tensor], width: int) -> None:
-        """`project` maps [T, H] embeddings to [T, width], each row by itself."""
-        self._embed_VH, self._project = embed_VH, project
-        table_bytes = embed_VH.shape[0] * width * embed_VH.dtype.itemsize
-        self._table_VQ = project(embed_VH) if table_bytes <= MAX_TABLE_BYTES else None
-
-    def __call__(self, tokens_T: Tensor) -> Tensor:
-        """[T] token ids -> [T, width]"""
-        if self._table_VQ is not None:
-            return self._table_VQ.index_select(0, tokens_T)
-        return self._project(self._embed_VH.index_select(0, tokens_T))
+def token_projection(embed_VH: Tensor, project: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+    """[T] token ids -> [T, width]: `project` of their embeddings [T, H], which takes each row by itself. Computed once
+    for the whole vocabulary where the table is small enough."""
+    if embed_VH.shape[0] * width * embed_VH.dtype.itemsize <= MAX_TABLE_BYTES:
+        table_VQ = project(embed_VH)
+        return lambda tokens_T: table_VQ.index_select(0, tokens_T)
+    return lambda tokens_T: project(embed_VH.index_select(0, tokens_T))
 
 
 def adjacent_rotary_pairs(qkv_QH: Tensor, num_rotated: int, head_dim: int) -> Tensor:

@@ -102,7 +102,7 @@ class _MtpInferenceLayer:
         self._eps, self._target = torch.tensor(config.rms_eps, dtype=dtype), target
         self._state = Linear((layer.state.weight * drafter.hidden_layernorm.weight).to(dtype))
         token = Linear((layer.token.weight * drafter.token_layernorm.weight).to(dtype))
-        self._token = layer_proposer.TokenProjection(
+        self._token = layer_proposer.token_projection(
             target.embed_weight, lambda embed_TH: token(rms_normalise(embed_TH, self._eps)), config.hidden_size)
         rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
         qkv_QH, bias_Q1 = (layer_proposer.adjacent_rotary_pairs(matrix, rotated, head_dim) for matrix in (

@@ -142,7 +142,7 @@ class _InferenceLayer:
         self.finish = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
         self._norm = weights.norm.to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
-        self._token_qkv = layer_proposer.TokenProjection(
+        self._token_qkv = layer_proposer.token_projection(
             embed_VH, lambda embed_TH: self._embed_qkv(rms_normalise(embed_TH, self._eps)), embed_qkv.shape[0])
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
