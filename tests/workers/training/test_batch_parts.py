@@ -11,7 +11,7 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.hidden_states.shard_format import StoreFormat, TopKLogits, supervised_positions
+from eyrie_workers.hidden_states.shard_format import TopKLogits, supervised_positions
 from eyrie_workers.training.batches import (
     BatchLoader,
     Features,
@@ -85,27 +85,16 @@ def test_parts_and_cut_rows_keep_the_topk_logits_of_their_positions() -> None:
 
 
 class _Rows:
-    """Features of one store of random documents."""
-
-    format, digest, lengths, num_rows = cast(StoreFormat, None), "", list(LENGTHS), 4
-
-    def __init__(self) -> None:
-        self._documents = random_documents(LENGTHS)
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._documents.token_ids.split(LENGTHS)[index], self._documents.loss_mask.split(LENGTHS)[index]
-
-    def read(self, rows: Sequence[int]) -> PackedBatch:
-        return self._documents
+    """What a `BatchLoader` needs of a store of random documents."""
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        yield from (self.read(group) for group in groups)
+        yield from (random_documents(LENGTHS) for _ in groups)
 
 
 def test_rows_longer_than_a_process_computes_are_cut() -> None:
     schedule = Schedule(range(4), [min(length, 30) for length in LENGTHS], 200, 1.0, 0)
-    batch = BatchLoader(schedule, _Rows(), most_tokens=30).take(0)
+    batch = BatchLoader(schedule, cast(Features, _Rows()), most_tokens=30).take(0)
     read, documents = batch.documents, random_documents(LENGTHS)
     assert read.lengths == (30, 25, 30, 12)
     assert batch.num_tokens == 97
