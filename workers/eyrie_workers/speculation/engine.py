@@ -290,7 +290,7 @@ class Engine:
                 self.drafter.extend(self._state(), CommittedTokens(
                     rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
         # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
-        [logprobs] = _logprobs([row], logits, [[0]], [taken])
+        [logprobs] = verify.emitted_logprobs(logits, [[0]], [taken], [request.top_logprobs])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
 
@@ -321,7 +321,8 @@ class Engine:
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         emitted = [self._take(row, path.tokens) for row, path in zip(self._rows, paths, strict=True)]
-        logprobs = _logprobs(self._rows, logits, [path.nodes for path in paths], emitted)
+        logprobs = verify.emitted_logprobs(logits, [path.nodes for path in paths], emitted,
+                                           [row.request.top_logprobs for row in self._rows])
         outputs = []
         for row, taken, own, path, tree_row in zip(self._rows, emitted, logprobs, paths, trees, strict=True):
             rounds = [traced_round(tree_row[0], tree_row[1], path.nodes, taken)] if row.request.trace else []
@@ -460,14 +461,6 @@ def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | 
     return DraftTreeShape(
         num_steps=max(shape.num_steps for shape in given), top_k=max(shape.top_k for shape in given),
         num_draft_tokens=max(shape.num_draft_tokens for shape in given))
-
-
-def _logprobs(rows: Sequence[RequestState], logits: Tensor | None, nodes: Sequence[Sequence[int]],
-              emitted: Sequence[Sequence[int]]) -> list[list[verify.TokenLogprobs]]:
-    """Per row, the log probabilities of its emitted tokens where it requests them; `logits` is None when none does."""
-    if logits is None:
-        return [[] for _ in rows]
-    return verify.emitted_logprobs(logits, nodes, emitted, [row.request.top_logprobs for row in rows])
 
 
 def _trimmed(tree: DraftTree) -> DraftTree:

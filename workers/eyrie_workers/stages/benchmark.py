@@ -186,8 +186,6 @@ class TransformersBaseline:
 
     tokens_per_s: float  # our engine without a drafter
     transformers_tokens_per_s: float
-    tokens: int
-    transformers_tokens: int
     prompts: int
     different: tuple[str, ...] = ()
     """Answers of ours that differ from theirs by more than a rounding tie."""
@@ -225,8 +223,8 @@ def compare(bench: Bench, target: TargetModel, target_path: Path, dtype: str, un
         if divergence is not None and not divergence.is_tie(dtype):
             different.append(f"{unit.prompt.id} at token {divergence.position}, logit gap {divergence.first.gap:.3g}")
     return TransformersBaseline(
-        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,
-        transformers_tokens=transformers_tokens, prompts=len(units), different=tuple(different))
+        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s,
+        prompts=len(units), different=tuple(different))
 
 
 def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> list[int]:
