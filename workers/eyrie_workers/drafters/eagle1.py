@@ -162,22 +162,22 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
     return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
 
 
-class _Eagle1InferenceLayer:
-    """`InferenceLayer`: x and its q, k, v are linear in token and feature, so one product per feature yields all four,
-    and the token's share is a `token_projection`."""
+class Eagle1Proposer(layer_proposer.LayerProposer):
+    """An Eagle1Drafter with its target's embedding and output matrix, for decoding. x and its q, k, v are linear in
+    token and feature, so one product per feature yields all four, and the token's share is a `token_projection`."""
 
+    @torch.inference_mode()
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
+        """Drafting computes in the target's dtype."""
         layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
-        qkv_QH = layer_proposer.adjacent_rotary_pairs(torch.cat([layer.query.weight, layer.key_value.weight]),
-                                                      config.num_heads + config.num_kv_heads, config.head_dim)
+        super().__init__(config, (target.config.num_layers,), dtype, layer.post_attention)
+        qkv_QH = self.adjacent_pairs(torch.cat([layer.query.weight, layer.key_value.weight]))
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
-        self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
+        self._target, self._widths = target, [config.hidden_size, qkv_QH.shape[0]]
         # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
         self._state = Linear((to_outputs @ layer.state.weight).to(dtype))
         token = Linear((to_outputs @ layer.token.weight).to(dtype), (to_outputs @ drafter.fc.bias.float()).to(dtype))
         self._token = layer_proposer.token_projection(target.embed_weight, token, sum(self._widths))
-        self.finish = layer_proposer.InferencePostAttention(layer.post_attention, dtype)
-        self._target = target
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         return aux_TAH[:, 0].to(self._dtype)
@@ -190,16 +190,6 @@ class _Eagle1InferenceLayer:
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits of a feature [T, V], and the feature."""
         return self._target.logits(hidden_TH), hidden_TH
-
-
-class Eagle1Proposer(layer_proposer.LayerProposer):
-    """An Eagle1Drafter with its target's embedding and output matrix, for decoding."""
-
-    def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
-        """Drafting computes in the target's dtype."""
-        with torch.inference_mode():
-            layer = _Eagle1InferenceLayer(drafter, target)
-        super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 
 def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddings, _layers: Layers,

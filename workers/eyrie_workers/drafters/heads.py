@@ -82,15 +82,9 @@ def last_states(pairs: CommittedTokens, indices: CommittedIndices) -> Tensor:
     return pairs.aux[:, :, 0].flatten(0, 1).index_select(0, indices.last)
 
 
-@dataclass
-class HeadsState:
-    """[rows, ..] what the first head reads of each row."""
-
-    read: Tensor
-
-
 class HeadsProposer:
-    """What the proposers share: `speculation.protocol.Drafter` without keys and positions."""
+    """What the proposers share: `speculation.protocol.Drafter` without keys and positions. The state is [rows, ..] what
+    the first head reads of each row."""
 
     max_length = UNLIMITED_LENGTH
 
@@ -101,8 +95,8 @@ class HeadsProposer:
         self._num_heads, self._width = drafter.config.num_heads, width
         self._dtype, self._device = dtype, device
 
-    def new_state(self, num_rows: int) -> HeadsState:
-        return HeadsState(torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device))
+    def new_state(self, num_rows: int) -> Tensor:
+        return torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Does nothing: the first pairs overwrite the row's state."""

@@ -48,7 +48,6 @@ from eyrie_workers.drafters.heads import (
     HeadsConfig,
     HeadsDrafter,
     HeadsProposer,
-    HeadsState,
     last_states,
     load_heads,
     residual_silu,
@@ -163,18 +162,18 @@ class HydraProposer(HeadsProposer):
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        assert isinstance(state, HeadsState)
+        assert isinstance(state, Tensor)
         indices = pairs.indices()
         chosen_B = indices.tokens.flatten().index_select(0, indices.last)  # x_{i+1}
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
-        state.read.index_copy_(0, indices.rows, read_BC)
+        state.index_copy_(0, indices.rows, read_BC)
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
-        assert isinstance(state, HeadsState)
-        first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
+        assert isinstance(state, Tensor)
+        first = self._predict(0, state.index_select(0, upload(rows))[:, None])
         return build_limited_tree(first, self._step, shape, self._num_heads, self._draft_ids_D, noise)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:

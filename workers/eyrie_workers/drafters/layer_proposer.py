@@ -1,12 +1,12 @@
 """Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
 
-`LayerProposer` runs the layer with a KV cache; an `InferenceLayer` holds the layer's weights: EAGLE-3's is in
-`drafters.eagle3.family`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
+`LayerProposer` runs the layer with a KV cache; a subclass has the weights: EAGLE-3's is in `drafters.eagle3.family`,
+EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
 Of the pairs of one `extend`, only the last runs attention, MLP and output, because drafting continues from there only.
 A draft step appends scratch keys after the settled ones; the next `extend` overwrites them.
 Caches and the table of rotations grow with the longest text. With a window only its keys are gathered and masked.
 
-A draft step is many small operations, so the `InferenceLayer` precomputes what it can: norm weights are folded into the
+A draft step is many small operations, so the constructor precomputes what it can: norm weights are folded into the
 matrices that follow them, the two elements of each rotary pair are adjacent so that a rotation is one complex product,
 matrices are packed (`Linear`), and where the vocabulary is small enough the token's share of the layer's input
 is a table. The result equals that of training up to rounding; tests/workers/drafters compare the two.
@@ -15,9 +15,9 @@ is a table. The result equals that of training up to rounding; tests/workers/dra
     K kv heads, W query heads per kv head, E head size, D draft vocabulary
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,43 +53,6 @@ class LayerState:
     """Depth of each scratch key of the current round."""
 
 
-class InferenceLayer(Protocol):
-    """One decoder layer, split at its attention. q and k have the elements of each rotary pair adjacent
-    (`adjacent_rotary_pairs`)."""
-
-    def fuse(self, aux_TAH: Tensor) -> Tensor:
-        """The target's states -> [T, H], the input state of a pair."""
-        ...
-
-    def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-        """A state and the token after it -> the residual stream [T, H], and q, k, v [T, Q]."""
-        ...
-
-    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        """The part of the layer after attention: [T, H]"""
-        ...
-
-    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [T, D], and the state to feed back, [T, H]"""
-        ...
-
-
-class InferencePostAttention:
-    """`PostAttention` for decoding: packed matrices, the norm's weight folded into gate and up."""
-
-    def __init__(self, weights: PostAttention, dtype: torch.dtype) -> None:
-        """`weights` in float32; the products run in `dtype`."""
-        self._out, self._down = Linear(weights.out.to(dtype)), Linear(weights.down.to(dtype))
-        self._gate_up = Linear((weights.gate_up * weights.norm).to(dtype))
-        self._eps = torch.tensor(weights.rms_eps, dtype=dtype)
-
-    def __call__(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        """[T, H] and [T, q] -> [T, H]"""
-        hidden_TH = self._out.add(attended_TQ, residual_TH)
-        gate, up = self._gate_up(rms_normalise(hidden_TH, self._eps)).chunk(2, -1)
-        return self._down.add(F.silu(gate).mul_(up), hidden_TH)
-
-
 def token_projection(embed_VH: Tensor, project: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
     """[T] token ids -> [T, width]: `project` of their embeddings [T, H], which takes each row by itself. Computed once
     for the whole vocabulary where the table is small enough."""
@@ -99,44 +62,57 @@ def token_projection(embed_VH: Tensor, project: Callable[[Tensor], Tensor], widt
     return lambda tokens_T: project(embed_VH.index_select(0, tokens_T))
 
 
-def adjacent_rotary_pairs(qkv_QH: Tensor, num_rotated: int, head_dim: int) -> Tensor:
-    """Rows of a joined q, k, v matrix with the two elements of each rotary pair of q and k adjacent.
-
-    num_rotated  heads of q and k together. Attention scores do not change: q and k are permuted alike.
-    """
-    rotated = num_rotated * head_dim
-    return torch.cat([pairs_together(qkv_QH[:rotated], head_dim), qkv_QH[rotated:]])
-
-
 def target_ids(vocabulary: DraftVocabulary, device: torch.device) -> Tensor | None:
     """[D] target id of each draft id; None when both vocabularies are the same."""
     return None if vocabulary.size == vocabulary.vocab_size else vocabulary.ids.to(device)
 
 
-class LayerProposer:
-    """`speculation.protocol.Drafter` over one layer."""
+class LayerProposer(ABC):
+    """`speculation.protocol.Drafter` over one decoder layer, split at its attention; a family adds what is before it
+    and what predicts. The constructor of a family runs in `torch.inference_mode`."""
 
-    def __init__(self, layer: InferenceLayer, config: LayerConfig, aux_layers: tuple[int, ...], dtype: torch.dtype,
+    def __init__(self, config: LayerConfig, aux_layers: tuple[int, ...], dtype: torch.dtype, weights: PostAttention,
                  draft_ids_D: Tensor | None = None) -> None:
-        """`layer` has the sizes of `config`.
-
+        """
         aux_layers   `hidden_states` indices of the states passed to `fuse`.
-        dtype        compute dtype.
+        dtype        of the products.
+        weights      of the layer after its attention, in float32.
         draft_ids_D  [D] int64 target id of each draft id; None when both vocabularies are the same.
         """
         self.branch_keys: BranchKeys = "ancestors"
-        self._config, self._aux_layers, self._dtype = config, aux_layers, dtype
-        self._layer, self._draft_ids_D = layer, draft_ids_D
+        self.aux_layers, self.max_length = aux_layers, config.max_position_embeddings
+        self._config, self._dtype, self._draft_ids_D = config, dtype, draft_ids_D
+        self._out, self._down = Linear(weights.out.to(dtype)), Linear(weights.down.to(dtype))
+        self._gate_up = Linear((weights.gate_up * weights.norm).to(dtype))
+        self._eps = torch.tensor(weights.rms_eps, dtype=dtype)
         self._frequencies = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float64)
         self._rotations = self._rotations_up_to(INITIAL_POSITIONS)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self._aux_layers
+    @abstractmethod
+    def fuse(self, aux_TAH: Tensor) -> Tensor:
+        """The target's states -> [T, H], the input state of a pair."""
 
-    @property
-    def max_length(self) -> int:
-        return self._config.max_position_embeddings
+    @abstractmethod
+    def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """A state and the token after it -> the residual stream [T, H], and q, k, v [T, Q], with the elements of each
+        rotary pair of q and k adjacent (`adjacent_pairs`)."""
+
+    @abstractmethod
+    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, D], and the state to feed back, [T, H]"""
+
+    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        """The part of the layer after attention: [T, H] and [T, q] -> [T, H]"""
+        hidden_TH = self._out.add(attended_TQ, residual_TH)
+        gate, up = self._gate_up(rms_normalise(hidden_TH, self._eps)).chunk(2, -1)
+        return self._down.add(F.silu(gate).mul_(up), hidden_TH)
+
+    def adjacent_pairs(self, qkv_QH: Tensor) -> Tensor:
+        """Rows of a joined q, k, v matrix with the two elements of each rotary pair of q and k adjacent. Attention
+        scores do not change: q and k are permuted alike."""
+        config = self._config
+        rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
+        return torch.cat([pairs_together(qkv_QH[:rotated], config.head_dim), qkv_QH[rotated:]])
 
     def _rotations_up_to(self, length: int) -> Tensor:
         """[L, 1, E / 2] exp(i * position * frequency)"""
@@ -166,8 +142,8 @@ class LayerProposer:
         indices, num_pairs = pairs.indices(), pairs.aux.shape[1]
         self._reserve(state, max(pairs.starts) + num_pairs)
         # 1. q, k and v of all pairs. The rest of the layer runs for each row's last pair alone.
-        fused_TH = self._layer.fuse(pairs.aux.flatten(0, 1))
-        residual_TH, qkv_TQ = self._layer.enter(fused_TH, indices.tokens.flatten())
+        fused_TH = self.fuse(pairs.aux.flatten(0, 1))
+        residual_TH, qkv_TQ = self.enter(fused_TH, indices.tokens.flatten())
         before = RowLengths(pairs.rows, pairs.starts, indices.rows, indices.starts[:, None])
         q, kv = self._heads(qkv_TQ, before.lengths_B1 + torch.arange(num_pairs))
         # 2. Keys and values. Padding is written after a row's end, where every index is overwritten by an extend before
@@ -205,7 +181,7 @@ class LayerProposer:
         if len(chosen.rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth
             return self._chain_step(state, chosen.rows[0], tokens_BN, hidden_BNH, depth)
         positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_nodes)
-        residual_TH, qkv_TQ = self._layer.enter(hidden_BNH.flatten(0, 1), tokens_BN.flatten())
+        residual_TH, qkv_TQ = self.enter(hidden_BNH.flatten(0, 1), tokens_BN.flatten())
         q, kv = self._heads(qkv_TQ, positions_BN)
         state.cache.write(0, chosen, kv, num_scratch - num_nodes)
         return self._attend(state, chosen, residual_TH, q, mask_BNM, depth)
@@ -218,7 +194,7 @@ class LayerProposer:
         """
         config, index = self._config, state.cache.settled[row] + depth - 1
         num_rotated = config.num_heads + config.num_kv_heads
-        residual_1H, qkv_1Q = self._layer.enter(hidden_11H[0], tokens_11[0])
+        residual_1H, qkv_1Q = self.enter(hidden_11H[0], tokens_11[0])
         heads = qkv_1Q.view(-1, config.head_dim)
         cached = state.cache.data[0, row]
         torch.view_as_complex(heads[:num_rotated].view(num_rotated, -1, 2)).mul_(self._rotations[index])
@@ -227,7 +203,7 @@ class LayerProposer:
         keys, values = cached[first: index + 1].transpose(0, 1)[None].chunk(2, 1)
         attended = F.scaled_dot_product_attention(
             heads[: config.num_heads].view(1, config.num_kv_heads, -1, config.head_dim), keys, values)
-        logits_1D, hidden_1H = self._layer.predict(self._layer.finish(residual_1H, attended.reshape(1, -1)))
+        logits_1D, hidden_1H = self.predict(self.finish(residual_1H, attended.reshape(1, -1)))
         return DraftStep(logits_1D[None], hidden_1H[None])
 
     def _heads(self, qkv_TQ: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,8 +236,8 @@ class LayerProposer:
             attended = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2),
                                                       attn_mask=visible)
         back = attended.view(num_rows, kv_heads, per_kv, num_nodes, head).permute(0, 3, 1, 2, 4)
-        hidden_TH = self._layer.finish(residual_TH, back.reshape(num_rows * num_nodes, -1))
-        logits_TD, hidden_TH = self._layer.predict(hidden_TH)
+        hidden_TH = self.finish(residual_TH, back.reshape(num_rows * num_nodes, -1))
+        logits_TD, hidden_TH = self.predict(hidden_TH)
         return DraftStep(logits_TD.view(num_rows, num_nodes, -1), hidden_TH.view(num_rows, num_nodes, -1))
 
 

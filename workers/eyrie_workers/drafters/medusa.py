@@ -46,7 +46,6 @@ from eyrie_workers.drafters.heads import (
     HeadsConfig,
     HeadsDrafter,
     HeadsProposer,
-    HeadsState,
     last_states,
     load_heads,
     residual_silu,
@@ -136,16 +135,16 @@ class MedusaProposer(HeadsProposer):
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        assert isinstance(state, HeadsState)
+        assert isinstance(state, Tensor)
         indices = pairs.indices()
-        state.read.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
+        state.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """The tree of the heads' marginals; NO_TOKEN at depths without a head."""
-        assert isinstance(state, HeadsState)
-        h_BH = state.read.index_select(0, upload(rows))  # of each row's last settled pair
+        assert isinstance(state, Tensor)
+        h_BH = state.index_select(0, upload(rows))  # of each row's last settled pair
         h_BSH = residual_silu(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
         depths = min(shape.num_steps, self._num_heads)  # deeper nodes have no head
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(depths)], 1)

@@ -94,27 +94,28 @@ class UnrolledPrediction(FeatureObjective):
         return once + later + head + layer_flops(config, plan.num_predictions, plan.num_visible)
 
 
-class _MtpInferenceLayer:
-    """`InferenceLayer` of one MTP layer, with norms folded into the matrices that follow them."""
+class MtpProposer(layer_proposer.LayerProposer):
+    """An MtpDrafter with its target's embedding and output matrix, for decoding, with norms folded into the matrices
+    that follow them."""
 
+    @torch.inference_mode()
     def __init__(self, drafter: MtpDrafter, target: TargetModel) -> None:
+        """Drafting computes in the target's dtype."""
         layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
-        self._eps, self._target = torch.tensor(config.rms_eps, dtype=dtype), target
+        super().__init__(config, (target.config.num_layers,), dtype, layer.post_attention)
+        self._target, self._final_norm = target, drafter.final_layernorm.weight.to(dtype)
         self._state = Linear((layer.state.weight * drafter.hidden_layernorm.weight).to(dtype))
         token = Linear((layer.token.weight * drafter.token_layernorm.weight).to(dtype))
         self._token = layer_proposer.token_projection(
             target.embed_weight, lambda embed_TH: token(rms_normalise(embed_TH, self._eps)), config.hidden_size)
-        rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
-        qkv_QH, bias_Q1 = (layer_proposer.adjacent_rotary_pairs(matrix, rotated, head_dim) for matrix in (
+        qkv_QH, bias_Q1 = (self.adjacent_pairs(matrix) for matrix in (
             torch.cat([layer.query.weight, layer.key_value.weight]) * drafter.input_layernorm.weight,
             torch.cat([projection.bias for projection in (
                 drafter.self_attn.q_proj, drafter.self_attn.k_proj, drafter.self_attn.v_proj)])[:, None].float()))
         self._qkv = Linear(qkv_QH.to(dtype), bias_Q1[:, 0].to(dtype))
-        self.finish = layer_proposer.InferencePostAttention(layer.post_attention, dtype)
-        self._final_norm = drafter.final_layernorm.weight.to(dtype)
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        return aux_TAH[:, 0].to(self._eps.dtype)
+        return aux_TAH[:, 0].to(self._dtype)
 
     def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H], and its q, k, v [T, Q]."""
@@ -126,16 +127,6 @@ class _MtpInferenceLayer:
         """The target's logits of a state [T, V], and the state."""
         state_TH = rms_normalise(hidden_TH, self._eps) * self._final_norm
         return self._target.logits(state_TH), state_TH
-
-
-class MtpProposer(layer_proposer.LayerProposer):
-    """An MtpDrafter with its target's embedding and output matrix, for decoding."""
-
-    def __init__(self, drafter: MtpDrafter, target: TargetModel) -> None:
-        """Drafting computes in the target's dtype."""
-        with torch.inference_mode():
-            layer = _MtpInferenceLayer(drafter, target)
-        super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """As `LayerProposer`; the pair at position 0 has no token."""
