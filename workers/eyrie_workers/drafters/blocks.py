@@ -352,11 +352,7 @@ class DFlashProposer:
         self._convolutions = None if config.convolution is None else Convolutions(tensors, config.block_size)
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
                                   around=self._convolutions)
-        self.max_length = config.decoder.max_position_embeddings
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self._config.aux_layers
+        self.aux_layers, self.max_length = config.aux_layers, config.decoder.max_position_embeddings
 
     def new_state(self, num_rows: int) -> DFlashState:
         decoder, dtype = self._config.decoder, self._model.dtype
@@ -496,13 +492,10 @@ def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None)
     checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(tensors, dtype), card)
 
 
-def _family(config: Mapping[str, Any]) -> str:
-    return "dspark" if config.get("architectures") == [FAMILIES["dspark"].architecture] else "dflash"
-
-
 def load(directory: Path, target: TargetConfig | None = None) -> DFlashDrafter:
     """The drafter of an export, for this target if one is given. Raises ArtifactMissing, CheckpointInvalid."""
-    family = _family(checkpoint.read_config(directory))
+    is_dspark = checkpoint.read_config(directory).get("architectures") == [FAMILIES["dspark"].architecture]
+    family = "dspark" if is_dspark else "dflash"
     written, decoder, tensors = checkpoint.read_checkpoint(directory, family, target)
     own = written["dflash_config"]
     markov = MarkovConfig(written["markov_head_type"], written["markov_rank"]) if family == "dspark" else None

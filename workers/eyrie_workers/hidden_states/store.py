@@ -97,19 +97,14 @@ class _Piece:
     block: Block
 
 
-def open_features(where: str | Path) -> "FeatureStore":
-    """The store in a directory, or below `s3://bucket/prefix` (credentials as in `artifacts.store`)."""
-    return FeatureStore(open_backend(where))
-
-
 class FeatureStore:
     """Random access to the rows of a store, in the order they were captured."""
 
-    def __init__(self, backend: Path | StorageBackend) -> None:
-        """Open a store. Raises ArtifactMissing when there is none, StoreDamaged for a missing or cut shard, and
-        ArtifactCorrupt when the index cannot be read."""
-        self._backend: StorageBackend = LocalBackend(backend) if isinstance(backend, Path) else backend
-        index = _read_index(self._backend)
+    def __init__(self, where: str | Path | StorageBackend) -> None:
+        """Open a store: as `open_backend`, unless its backend is given. Raises ArtifactMissing when there is none,
+        StoreDamaged for a missing or cut shard, and ArtifactCorrupt when the index cannot be read."""
+        self.backend = open_backend(where) if isinstance(where, str | Path) else where
+        index = _read_index(self.backend)
         self.format: StoreFormat = index.layout
         self.digest = digest_bytes((index.model_dump_json(indent=2) + "\n").encode())
         """Digest of the index, and with it of every byte of the store; equal to that of `index.json`."""
@@ -124,10 +119,6 @@ class FeatureStore:
             damage = self._check_size(number)
             if damage is not None:
                 raise self._damaged(damage)
-
-    @property
-    def backend(self) -> StorageBackend:
-        return self._backend
 
     @property
     def num_rows(self) -> int:
@@ -159,7 +150,7 @@ class FeatureStore:
                 self._tokens.move_to_end(number)
         if cached is None:
             count = self._shards[number].tokens
-            data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
+            data = self.backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
             self._check(number, 0, data, self._rows_of(number))
             cached = data[: 4 * count].view(torch.int32).to(torch.int64), data[4 * count: 5 * count].to(torch.bool)
             with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
@@ -256,12 +247,12 @@ class FeatureStore:
                     (block.offset, block.size, range(index, index + 1))
                     for index, blocks in enumerate(layout.rows, first) for block in blocks)]
                 wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
-                         if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
+                         if short_digest(self.backend.read(shard.name, start, size).numpy().data) != digest]
                 if not wrong:
                     continue
                 damage = Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
                                 "its bytes differ from their digest")
-            self._backend.note_damage(damage.shard, str(damage))
+            self.backend.note_damage(damage.shard, str(damage))
             yield damage
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -298,7 +289,7 @@ class FeatureStore:
             first, final = pieces[group[0]], pieces[group[-1]]
             start = first.block.offset
             size = final.block.offset + final.block.size - start
-            data = self._backend.read(self._shards[first.shard].name, start, size)
+            data = self.backend.read(self._shards[first.shard].name, start, size)
             for i in group:
                 piece = pieces[i]
                 part = data[piece.block.offset - start: piece.block.offset - start + piece.block.size]
@@ -306,11 +297,11 @@ class FeatureStore:
                 self._check(piece.shard, piece.block.number + 1, part, range(row, row + 1))
                 verified[i] = part
 
-        if self._backend.parallel == 1 or len(groups) == 1:
+        if self.backend.parallel == 1 or len(groups) == 1:
             for group in groups:
                 read(group)
         else:
-            with ThreadPoolExecutor(min(self._backend.parallel, len(groups)), "eyrie-ranges") as pool:
+            with ThreadPoolExecutor(min(self.backend.parallel, len(groups)), "eyrie-ranges") as pool:
                 list(pool.map(read, groups))
         return verified
 
@@ -322,7 +313,7 @@ class FeatureStore:
         if short_digest(data.numpy().data) != shard.digests[digest]:
             raise self._damaged(Damage(shard.name, rows, "its bytes differ from their digest"))
         # Local bytes are verified once; ranges from the network may be damaged at any transfer.
-        if isinstance(self._backend, LocalBackend):
+        if isinstance(self.backend, LocalBackend):
             self._checked.add((number, digest))
 
     def _rows_of(self, number: int) -> range:
@@ -330,14 +321,14 @@ class FeatureStore:
 
     def _check_size(self, number: int) -> Damage | None:
         name, rows = self._shards[number].name, self._rows_of(number)
-        size, wanted = self._backend.size(name), _shard_size(self._map(number), self.format)
+        size, wanted = self.backend.size(name), _shard_size(self._map(number), self.format)
         if size is None:
             return Damage(name, rows, "it is missing")
         return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
 
     def _damaged(self, damage: Damage) -> StoreDamaged:
-        self._backend.note_damage(damage.shard, str(damage))
-        return StoreDamaged(self._backend.name, damage)
+        self.backend.note_damage(damage.shard, str(damage))
+        return StoreDamaged(self.backend.name, damage)
 
 
 def _next_batch(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
@@ -424,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("store", help="directory, or s3://bucket/prefix")
     count = 0
     try:
-        store = open_features(parser.parse_args(argv).store)
+        store = FeatureStore(parser.parse_args(argv).store)
         for damage in store.damage():
             print(f"{damage.shard}: {damage}")
             count += 1

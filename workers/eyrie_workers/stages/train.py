@@ -163,7 +163,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     cuts = batches.cut_evenly([lengths[row] for row in evaluation_rows],
                               min(step_tokens, most or step_tokens))
     used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
-    # No clock and no path on the card, whose digest names the head: the same run writes the same bytes.
+    # No clock and no path on the card, not that of the head either: the same run writes the same bytes.
     card = Card(
         family=family.name, candidate=spec.candidate,
         target=identify(path, spec.target, digest=store.format.target_digest),
