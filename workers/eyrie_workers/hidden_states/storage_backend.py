@@ -12,8 +12,8 @@ import hashlib
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -69,8 +69,7 @@ class LocalBackend:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self.name = Path(directory), str(directory)
-        self._open: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+        self._map = lru_cache(_MAX_OPEN)(self._mapped)
 
     def file(self, name: str) -> bytes | None:
         """The bytes of a small file, None when it does not exist."""
@@ -89,13 +88,7 @@ class LocalBackend:
     def read(self, shard: str, start: int, length: int) -> Tensor:
         """[B] uint8: bytes [start, start + length), fewer at the end of the shard; a view of a private mapping, so that
         writing to it does not change the file. Raises ArtifactMissing."""
-        with self._lock:
-            if shard not in self._open:
-                self._open[shard] = self._map(shard)
-            self._open.move_to_end(shard)
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-            return self._open[shard][start:start + length]
+        return self._map(shard)[start:start + length]
 
     def note_damage(self, shard: str, why: str) -> None:
         """Write a damage note for capture to find, if the store is writable."""
@@ -111,15 +104,14 @@ class LocalBackend:
         """Make a shard visible that is complete in the file `part`, flushed to disk, and remove the shard's damage
         note. The file is gone afterwards. Several threads may add different shards."""
         os.replace(part, self._directory / shard)
-        with self._lock:
-            self._open.pop(shard, None)  # of the file that was replaced
+        self._map.cache_clear()  # of the file that was replaced
         (self._directory / note_name(shard)).unlink(missing_ok=True)
 
     def path(self, shard: str) -> Path | None:
         """The shard's file on this machine; None where there is none."""
         return self._directory / shard
 
-    def _map(self, shard: str) -> Tensor:
+    def _mapped(self, shard: str) -> Tensor:
         try:
             with (self._directory / shard).open("rb") as file:
                 # ACCESS_COPY, because torch.frombuffer warns about read-only buffers; no code writes to it.

@@ -111,7 +111,7 @@ class FeatureStore:
 
         self._shards = index.shards
         self._row_starts = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._maps: dict[int, ShardMap] = {}
+        self._maps = [ShardMap(shard, self.format) for shard in self._shards]
         self._checked: set[tuple[int, int]] = set()
         self._tokens: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
@@ -138,19 +138,19 @@ class FeatureStore:
 
     @property
     def size_bytes(self) -> int:
-        return sum(_shard_size(self._map(number), self.format) for number in range(len(self._shards)))
+        return sum(_shard_size(each, self.format) for each in self._maps)
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without reading its states."""
         number, within = self._find(index)
-        first, last = self._map(number).row_tokens[within: within + 2]
+        first, last = self._maps[number].row_tokens[within: within + 2]
         with self._lock:
             cached = self._tokens.get(number)
             if cached is not None:
                 self._tokens.move_to_end(number)
         if cached is None:
             count = self._shards[number].tokens
-            data = self.backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
+            data = self.backend.read(self._shards[number].name, 0, self._maps[number].tokens_size)
             self._check(number, 0, data, self._rows_of(number))
             cached = data[: 4 * count].view(torch.int32).to(torch.int64), data[4 * count: 5 * count].to(torch.bool)
             with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
@@ -240,7 +240,7 @@ class FeatureStore:
     def damage(self) -> Iterator[Damage]:
         """Read everything; yields each damaged shard and writes its damage note."""
         for number in range(len(self._shards)):
-            shard, layout, damage = self._shards[number], self._map(number), self._check_size(number)
+            shard, layout, damage = self._shards[number], self._maps[number], self._check_size(number)
             if damage is None:
                 first = self._row_starts[number]
                 ranges = [(0, layout.tokens_size, self._rows_of(number)), *(
@@ -263,12 +263,7 @@ class FeatureStore:
 
     def _pieces(self, index: int) -> list[_Piece]:
         number, within = self._find(index)
-        return [_Piece(number, within, block) for block in self._map(number).rows[within]]
-
-    def _map(self, number: int) -> ShardMap:
-        if number not in self._maps:
-            self._maps[number] = ShardMap(self._shards[number], self.format)
-        return self._maps[number]
+        return [_Piece(number, within, block) for block in self._maps[number].rows[within]]
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """The bytes of each block, verified; adjacent blocks are read together."""
@@ -321,7 +316,7 @@ class FeatureStore:
 
     def _check_size(self, number: int) -> Damage | None:
         name, rows = self._shards[number].name, self._rows_of(number)
-        size, wanted = self.backend.size(name), _shard_size(self._map(number), self.format)
+        size, wanted = self.backend.size(name), _shard_size(self._maps[number], self.format)
         if size is None:
             return Damage(name, rows, "it is missing")
         return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
