@@ -61,7 +61,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_rules import DFLASH2, LILICORR
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.dflash2 import (
     CANDIDATES,
     CandidateSelector,
@@ -143,9 +143,9 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config, hidden = config, config.decoder.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * hidden, hidden, bias=False)
-        self.hidden_norm = Norm(hidden)
+        self.hidden_norm = nn.RMSNorm(hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
-        self.norm = Norm(hidden)
+        self.norm = nn.RMSNorm(hidden)
         markov = config.markov
         self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
         self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None

@@ -27,12 +27,6 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, normed_linear, rms_norm
 
 
-class Norm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-
 class AttentionProjections(nn.Module):
     """Projections to q, k, v from inputs of `input_size`, and from the attended values to the residual stream."""
 
@@ -57,18 +51,18 @@ class _Attention(AttentionProjections):
         super().__init__(config.hidden_size, config.hidden_size, config.num_heads * config.head_dim,
                          config.num_kv_heads * config.head_dim)
         if config.qk_norm:
-            self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
+            self.q_norm, self.k_norm = nn.RMSNorm(config.head_dim), nn.RMSNorm(config.head_dim)
 
 
 class DecoderLayer(nn.Module):
-    """The parameters of one layer, under the names engines load."""
+    """The parameters of one layer, under the names engines load. Its modules are never called."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = Norm(config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
 
     def weights(self, dtype: torch.dtype) -> "LayerWeights":

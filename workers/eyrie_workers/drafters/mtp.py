@@ -33,7 +33,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.sglang_support import MARK, MTP_LAYER
 from eyrie_workers.drafters import checkpoint, layer_proposer
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.feature_layer import FeatureLayer, FeatureObjective, Projection
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -59,9 +59,9 @@ class MtpDrafter(DecoderLayer):
         super().__init__(config)
         for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
             projection.bias = nn.Parameter(torch.zeros(projection.out_features))
-        self.token_layernorm, self.hidden_layernorm = Norm(config.hidden_size), Norm(config.hidden_size)
+        self.token_layernorm, self.hidden_layernorm = nn.RMSNorm(config.hidden_size), nn.RMSNorm(config.hidden_size)
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.final_layernorm = Norm(config.hidden_size)
+        self.final_layernorm = nn.RMSNorm(config.hidden_size)
 
     def feature_layer(self, dtype: torch.dtype) -> FeatureLayer:
         """The matrices joined by input, in `dtype`; gradients flow to the parameters."""

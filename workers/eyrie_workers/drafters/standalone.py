@@ -42,7 +42,7 @@ from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters import checkpoint, kv_cache
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
@@ -69,7 +69,7 @@ class _Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = Norm(config.hidden_size)
+        self.norm = nn.RMSNorm(config.hidden_size)
 
 
 class StandaloneDrafter(nn.Module):
