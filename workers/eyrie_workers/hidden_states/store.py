@@ -159,20 +159,15 @@ class FeatureStore:
                     self._tokens.popitem(last=False)
         return cached[0][first:last], cached[1][first:last]
 
-    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
-             into: Buffers | None = None) -> PackedBatch:
-        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `format.dtype`).
-
-        into   memory for the states; its dtype overrides `dtype`, and the returned states are views of its beginning.
-        """
-        wanted = [(self._pieces(index), *self.tokens(index)) for index in rows]
-        fmt, dtype = self.format, dtype or self.format.dtype
+    def read(self, rows: Sequence[int], into: Buffers | None = None) -> PackedBatch:
+        """Some rows end to end, in that order, decoded to `format.dtype`, or to the memory and dtype of `into`."""
+        wanted, fmt = [(self._pieces(index), *self.tokens(index)) for index in rows], self.format
         pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
         num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
         keeps = fmt.final_state == "keep"
         if into is None:
-            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype)
-            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
+            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=fmt.dtype)
+            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=fmt.dtype)
         else:
             aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
         topk_parts = []
@@ -198,7 +193,7 @@ class FeatureStore:
                  for piece, data in zip(pieces, self._fetch(pieces), strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
+    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order, with up to `ahead` batches prefetched.
 
@@ -212,8 +207,8 @@ class FeatureStore:
         pool = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="eyrie-features")
         try:
             for group in groups:
-                into = self._buffers_for(group, dtype, spare) if reuse else None
-                waiting.append((pool.submit(self.read, group, dtype, into), into))
+                into = self._buffers_for(group, spare) if reuse else None
+                waiting.append((pool.submit(self.read, group, into), into))
                 if len(waiting) > ahead:
                     yield from _next_batch(waiting, spare)
             while waiting:
@@ -221,7 +216,7 @@ class FeatureStore:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _buffers_for(self, group: Sequence[int], dtype: torch.dtype | None, spare: list[Buffers]) -> Buffers:
+    def _buffers_for(self, group: Sequence[int], spare: list[Buffers]) -> Buffers:
         num_tokens = 0
         for index in group:
             number, within = self._find(index)
@@ -230,12 +225,11 @@ class FeatureStore:
             return spare.pop()
         if spare:  # too small: replaced by a larger one, so the number of buffers stays bounded
             spare.pop()
-        states = (num_tokens, len(self.format.aux_layers), self.format.hidden_size)
+        num_layers, hidden = len(self.format.aux_layers), self.format.hidden_size
         # Pinned, so that the copy to the GPU runs while the previous batch is trained on.
-        pinned = torch.cuda.is_available()
-        return Buffers(torch.empty(states, dtype=dtype or self.format.dtype, pin_memory=pinned),
-                       torch.empty(num_tokens, self.format.hidden_size, dtype=dtype or self.format.dtype,
-                                   pin_memory=pinned))
+        pinned, dtype = torch.cuda.is_available(), self.format.dtype
+        return Buffers(torch.empty(num_tokens, num_layers, hidden, dtype=dtype, pin_memory=pinned),
+                       torch.empty(num_tokens, hidden, dtype=dtype, pin_memory=pinned))
 
     def damage(self) -> Iterator[Damage]:
         """Read everything; yields each damaged shard and writes its damage note."""
