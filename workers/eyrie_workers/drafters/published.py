@@ -24,13 +24,13 @@ from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.contract.families import VARIANT_FIELDS
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.planning.drafter_forms import INIT_FROM, UNSERVED, own_settings, require_agreement
+from eyrie_api.planning.drafter_rules import Target
 from eyrie_api.planning.sglang_support import MARK, mtp_tensors
 from eyrie_workers.drafters.card import weights_digest
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config, write_checkpoint
 from eyrie_workers.drafters.export import convert_directory
 from eyrie_workers.drafters.family import FamilyImplementation, Layers, family_of
-from eyrie_workers.drafters.validation import read_target
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -65,7 +65,7 @@ def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
     """Write the drafter in `source` to `out` as a checkpoint, replacing an existing one; returns its family. Raises
     CheckpointInvalid for a drafter that does not fit `target` or whose form no family reads, with all faults;
     ArtifactMissing and ArtifactCorrupt for files that cannot be read."""
-    described = read_target(target)
+    described = Target(target, read_json(target / "config.json"))
     try:
         convert_directory(source, out, described.architecture, described.num_layers)
     except InvalidInput as fault:

@@ -21,7 +21,7 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.planning.drafter_rules import DTYPES, Finding, Target, error, vocabulary_rules, warning
 from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
 from eyrie_workers.drafters.card import TOKENIZER, Card, hub_revision
-from eyrie_workers.targets.config import TargetConfig, describe_config, read_json
+from eyrie_workers.targets.config import TargetConfig, describe_config
 from eyrie_workers.targets.loading import target_digest
 
 
@@ -39,11 +39,6 @@ def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 _HALVES = {"bfloat16", "float16"}
-
-
-def read_target(path: Path) -> Target:
-    """The target in directory `path`. Raises TargetNotFound without a config."""
-    return Target(path, read_json(path / "config.json"))
 
 
 def context_rules(config: Mapping[str, Any], target: Target | None, context: int | None,
