@@ -38,8 +38,8 @@ biases on q, k and v.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -47,10 +47,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.families import FAMILIES
-from eyrie_workers.drafters import checkpoint, layer_proposer
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
+from eyrie_workers.drafters import layer_proposer
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.feature_layer import FeatureLayer, FeatureObjective, Projection
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -61,8 +59,6 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.objective import Outcome, Prediction, StepContext, TargetDistribution
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
-
-ARCHITECTURE = FAMILIES["eagle1"].architecture
 
 # The paper weights classification with 0.1 and regression with 1. `Objective` weights classification with
 # 1, so that losses of all families are comparable; the ratio is the paper's.
@@ -200,18 +196,6 @@ def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddin
     return drafter
 
 
-def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: Card | None = None) -> None:
-    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
-
-
-def load(directory: Path, target: TargetConfig | None = None) -> Eagle1Drafter:
-    """Read and check a drafter, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
-    _, config, tensors = checkpoint.read_checkpoint(directory, "eagle1", target)
-    with torch.device("meta"):
-        drafter = Eagle1Drafter(config)
-    drafter.load_state_dict(tensors, strict=True, assign=True)
-    return drafter
-
+save, load = partial(save_layers, "eagle1"), partial(load_layers, Eagle1Drafter, "eagle1")
 
 FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, load, Eagle1Proposer, learning_rate=4e-3)

@@ -22,18 +22,16 @@ The default rate is that of all families; none was measured for a pretrained lay
 """
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.families import FAMILIES
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.sglang_support import MARK, MTP_LAYER
-from eyrie_workers.drafters import checkpoint, layer_proposer
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters import layer_proposer
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, layer_flops, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.feature_layer import FeatureLayer, FeatureObjective, Projection
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
@@ -46,7 +44,6 @@ from eyrie_workers.targets.operators import Linear, rms_normalise
 from eyrie_workers.training.objective import StepContext, plan_drawn
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
-ARCHITECTURE = FAMILIES["mtp"].architecture
 _NO_TOKEN = -1
 """In place of the token after position 0, whose embedding the layer does not read."""
 
@@ -157,21 +154,8 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     return drafter
 
 
-def save(directory: Path, drafter: MtpDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    config = decoder_json(drafter.config, ARCHITECTURE, dtype) | {
-        "attention_bias": True, "num_nextn_predict_layers": 1, "eyrie": {"drafter": MARK}}
-    tensors = {MTP_LAYER + name: tensor for name, tensor in drafter.state_dict().items()}
-    checkpoint.write_checkpoint(directory, config, checkpoint.as_stored(tensors, dtype), card)
-
-
-def load(directory: Path, target: TargetConfig | None = None) -> MtpDrafter:
-    """Read and check a layer, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
-    _, config, tensors = checkpoint.read_checkpoint(directory, "mtp", target)
-    with torch.device("meta"):
-        drafter = MtpDrafter(config)
-    drafter.load_state_dict({name.removeprefix(MTP_LAYER): tensor for name, tensor in tensors.items()}, strict=True,
-                            assign=True)
-    return drafter
-
+save = partial(save_layers, "mtp", prefix=MTP_LAYER, more={
+    "attention_bias": True, "num_nextn_predict_layers": 1, "eyrie": {"drafter": MARK}})
+load = partial(load_layers, MtpDrafter, "mtp", prefix=MTP_LAYER)
 
 FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, load, MtpProposer)

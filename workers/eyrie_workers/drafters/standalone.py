@@ -30,7 +30,7 @@ signs of the same directions 2.51 and .61: the spread of two runs), against 2.05
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,9 @@ from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_workers.drafters import checkpoint, kv_cache
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters import kv_cache
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, layer_flops, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
@@ -60,7 +58,6 @@ from eyrie_workers.training.numerics import rms_norm
 from eyrie_workers.training.objective import Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
-ARCHITECTURE = FAMILIES["standalone"].architecture
 _NUM_LAYERS = 2
 
 
@@ -237,19 +234,8 @@ def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
     own_Vh[:, :width] = rows_VH @ directions_HH.flip(1)[:, :width].to(rows_VH.dtype)
 
 
-def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | None) -> None:
-    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
-
-
-def _load(directory: Path, target: TargetConfig | None) -> StandaloneDrafter:
-    _, config, tensors = checkpoint.read_checkpoint(directory, "standalone", target)
-    with torch.device("meta"):
-        drafter = StandaloneDrafter(config)
-    drafter.load_state_dict(tensors, assign=True)
-    return drafter
-
-
 # 130 steps of 1024 tokens: theoretical speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
 # from random matrices 1.82 at 1e-3, 2.05 at 2e-3, 1.52 at 3e-3, 1.28 at 6e-3.
-FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load, StandaloneProposer, learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "standalone", _create, Distillation, partial(save_layers, "standalone"),
+    partial(load_layers, StandaloneDrafter, "standalone"), StandaloneProposer, learning_rate=2e-3)
