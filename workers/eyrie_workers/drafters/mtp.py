@@ -100,7 +100,7 @@ class MtpProposer(layer_proposer.LayerProposer):
         """Drafting computes in the target's dtype."""
         layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
         super().__init__(config, (target.config.num_layers,), dtype, layer.post_attention)
-        self._target, self._final_norm = target, drafter.final_layernorm.weight.to(dtype)
+        self._target, self._final_norm = target, drafter.final_layernorm.weight.detach().to(dtype)
         self._state = Linear((layer.state.weight * drafter.hidden_layernorm.weight).to(dtype))
         token = Linear((layer.token.weight * drafter.token_layernorm.weight).to(dtype))
         self._token = layer_proposer.token_projection(

@@ -141,7 +141,7 @@ class Eagle3Proposer(layer_proposer.LayerProposer):
         hidden_qkv, embed_qkv = (self.adjacent_pairs(matrix * norm) for matrix, norm in (
             (weights.hidden_qkv, weights.hidden_norm), (weights.embed_qkv, weights.input_layernorm)))
         self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
-        self._norm = weights.norm.to(dtype) if config.norm_output else None
+        self._norm = weights.norm.detach().to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
         self._token_qkv = layer_proposer.token_projection(
             embed_VH, lambda embed_TH: self._embed_qkv(rms_normalise(embed_TH, self._eps)), embed_qkv.shape[0])
