@@ -17,7 +17,7 @@ from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_di
 from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.eagle3.directory import ENGINES, validate
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
-from eyrie_workers.drafters.validation import ValidationRequest, read_target
+from eyrie_workers.drafters.validation import ValidationRequest
 from tests.architectures.vllm_classes import VLLM_VERSION
 from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_drafter
 
@@ -342,7 +342,8 @@ def test_gpt_oss_ids_are_taken_as_they_are_when_they_reach_the_last_layer(pair: 
 
 
 def test_no_value_of_any_key_raises_in_validation(pair: Pair) -> None:
-    tensors, target = load_file(pair.drafter / "model.safetensors"), read_target(pair.target)
+    tensors, target = load_file(pair.drafter / "model.safetensors"), Target(
+        pair.target, json.loads((pair.target / "config.json").read_text()))
     config = json.loads((pair.drafter / "config.json").read_text())
     optional = ("fc_norm", "norm_before_fc", "use_aux_norm", "norm_output", "bias", "sliding_window", "layer_types",
                 "rope_scaling", "quantization_config")

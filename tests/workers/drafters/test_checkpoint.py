@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.errors import ArtifactMissing, InvalidInput
+from eyrie_api.planning.drafter_rules import tensor_rules
 from eyrie_api.planning.eagle3_rules import expected_shapes, shape_of
 from eyrie_workers.drafters.card import Card, TargetIdentity
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
     as_stored,
-    check_tensors,
+    headers_of,
     read_tensors,
+    refuse,
     write_checkpoint,
 )
 from eyrie_workers.drafters.eagle3.family import load_drafter, save_drafter
@@ -231,7 +233,7 @@ def test_a_checkpoint_with_missing_unknown_and_misshapen_tensors_is_refused_nami
     found = {"fc.weight": torch.zeros(4, 8), "norm.weight": torch.zeros(4), "head.weight": torch.zeros(2)}
     expected = {"fc.weight": (4, 4), "norm.weight": (4,), "fc.bias": (4,)}
     with pytest.raises(CheckpointInvalid) as refused:
-        check_tensors("mine", found, expected)
+        refuse("mine", tensor_rules(headers_of(found), expected))
     assert "fc.bias is missing; head.weight is not known; fc.weight has shape [4, 8], not [4, 4]" in str(refused.value)
 
 

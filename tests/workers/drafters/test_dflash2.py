@@ -19,7 +19,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.planning.drafter_forms import convert
 from eyrie_api.planning.drafter_rules import expected_tensors
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
@@ -209,7 +209,7 @@ def test_convolutions_are_trained_as_the_formulas_read_and_as_they_are_decoded(
     objective(packed, FIRST_STEP).loss.backward()
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in drafter.parameters())
     assert isinstance(open_drafter(tmp_path, target), DFlashProposer)
-    again = load_drafter(tmp_path).state_dict()
+    again = load(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
@@ -278,14 +278,14 @@ def test_a_trained_selector_drafts_as_it_is_trained_and_is_trained_further(targe
                 log_q = naive_log_q(tmp_path, ends, states[step], before)
                 before = max(log_q, key=lambda token: log_q[token])
                 assert int(chain.tokens[row, 1 + step]) == before
-    again = load_drafter(tmp_path).state_dict()
+    again = load(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
 def test_training_continues_with_scaled_and_capped_candidates_which_its_checkpoints_keep(target: TargetModel,
                                                                                         tmp_path: Path) -> None:
     directory, ends = published(target, tmp_path / "drafter", CAPPED), ends_of(target)
-    drafter = load_drafter(directory)
+    drafter = load(directory)
     selector, generator = drafter.candidate_selector, torch.Generator().manual_seed(5)
     assert selector is not None
     states, previous = torch.randn(3, HIDDEN, generator=generator), torch.tensor([3, 9, 0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.training import TrainSpec
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
@@ -98,7 +98,7 @@ def test_the_export_is_what_sglang_reads_and_training_continues_from_it(target: 
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(("prefix", "embed"))} == {
         "prefix_gru.weight_ih_l0": (3 * size, HIDDEN), "prefix_gru.weight_hh_l0": (3 * size, size),
         "embed_proj.0.weight": (rank, HIDDEN + size), "embed_proj.2.weight": (VOCAB, rank)}
-    again = load_drafter(tmp_path).state_dict()
+    again = load(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 

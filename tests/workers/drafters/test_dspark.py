@@ -12,7 +12,7 @@ from torch import Tensor
 from eyrie_api.contract.drafter import DrafterSpec, MarkovHeadKind
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, load
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dspark import FAMILY
 from eyrie_workers.drafters.family import open_drafter
@@ -122,7 +122,7 @@ def test_a_drafter_without_a_confidence_head_is_read_and_continued(target: Targe
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     assert isinstance(open_drafter(tmp_path, target), DFlashProposer)
-    assert load_drafter(tmp_path).confidence_head is None
+    assert load(tmp_path).confidence_head is None
 
 
 def test_a_confidence_head_that_does_not_read_the_token_before_is_refused(target: TargetModel, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from eyrie_workers.drafters.eagle1 import (
     load,
     noisy,
     save,
-    unroll,
 )
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
@@ -276,8 +275,8 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
     plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST + STEPS)
     with torch.no_grad():
-        unrolled = [states @ ends.lm_head.T for states in unroll(
-            drafter.weights(torch.float32), rotary, ends.embed, documents, plan)]
+        unrolled = [states @ ends.lm_head.T for states in drafter.feature_layer(torch.float32).unroll(
+            rotary, ends.embed, documents, plan)]
     compare_with_decoding(unrolled, Eagle1Proposer(drafter, target), documents, plan)
 
 

@@ -79,8 +79,8 @@ def chain(proposer: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row
     step = DraftStep(state.logits[row][None, None], state.hidden[row][None, None])
     logits = [step.logits[0, 0]]
     for depth, token in enumerate(tokens.tolist(), start=1):
-        step = proposer._step(state, RowLengths.of([row], [state.settled[row]]), torch.tensor([[token]]), step.hidden,
-                              torch.ones(1, 1, depth, dtype=bool), depth)
+        step = proposer._step(state, RowLengths.of([row], [state.cache.settled[row]]), torch.tensor([[token]]),
+                              step.hidden, torch.ones(1, 1, depth, dtype=bool), depth)
         logits.append(step.logits[0, 0])
     return logits
 
@@ -152,7 +152,7 @@ def test_extending_in_pieces_gives_the_same_state_as_at_once() -> None:
         proposer.extend(pieces, pairs_of(documents, 0, first, stop))
         proposer.propose(pieces, [0], shape)  # scratch keys of a proposal must not outlive it
     torch.testing.assert_close(pieces.logits, whole.logits, atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(pieces.keys[:, :15], whole.keys[:, :15], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(pieces.cache.data[0, :, :15], whole.cache.data[0, :, :15], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])

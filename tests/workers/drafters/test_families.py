@@ -47,11 +47,6 @@ def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> 
         assert FAMILIES[name].quickstart_speedup == expected, name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_training_continues_from_the_families_whose_drafters_can_be_loaded(name: str) -> None:
-    assert FAMILIES[name].continues == (family_named(name).load is not None)
-
-
 def test_the_default_learning_rate_falls_with_the_width_of_the_target() -> None:
     eagle3 = family_named("eagle3")
     assert [eagle3.default_rate(width) for width in (64, 256, 512, 4096)] == [2e-3, 2e-3, 1e-3, 1.25e-4]

@@ -14,7 +14,7 @@ from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.heads import save_heads as save
-from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer, load
+from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.tree import ancestors
 from tests.workers.drafters.heads import (
@@ -148,10 +148,10 @@ def test_a_deeper_shape_has_no_token_beyond_the_last_head(shape: DraftTreeShape,
 def test_a_saved_drafter_is_loaded_unchanged(dtype: str, tiny: World, tmp_path: Path) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     save(tmp_path / "one", drafter, dtype)
-    save(tmp_path / "two", load(tmp_path / "one", tiny.target.config), dtype)
+    save(tmp_path / "two", FAMILY.load(tmp_path / "one", tiny.target.config), dtype)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    loaded = load(tmp_path / "two", tiny.target.config)
+    loaded = FAMILY.load(tmp_path / "two", tiny.target.config)
     assert loaded.vocabulary.ids.tolist() == tiny.vocabulary.ids.tolist()
     for name, parameter in drafter.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter.to(getattr(torch, dtype)))

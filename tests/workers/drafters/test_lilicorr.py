@@ -16,7 +16,7 @@ from torch import Tensor
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load_drafter
+from eyrie_workers.drafters.blocks import DFlashDrafter, DFlashProposer, create, load
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.dflash import FAMILY
 from eyrie_workers.drafters.family import open_drafter
@@ -201,7 +201,7 @@ def test_the_export_is_what_sglang_reads_and_training_continues_from_it(target: 
         "lilicorr_candidate_topk": TOP_K, "lilicorr_hidden_size": WIDTH, "lilicorr_num_layers": 2,
         "lilicorr_num_heads": HEADS, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": WIDTH,
         "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": SCALE}
-    again = load_drafter(tmp_path).state_dict()
+    again = load(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in drafter.state_dict().items())
 
 

@@ -15,7 +15,7 @@ from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.heads import save_heads as save
-from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer, load
+from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from tests.workers.drafters.heads import (
     HEADS,
@@ -131,10 +131,10 @@ def test_a_deeper_shape_has_no_token_beyond_the_last_head(static: bool, tiny: Wo
 def test_a_saved_drafter_is_loaded_unchanged(dtype: str, tiny: World, tmp_path: Path) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     save(tmp_path / "one", drafter, dtype)
-    save(tmp_path / "two", load(tmp_path / "one", tiny.target.config), dtype)
+    save(tmp_path / "two", FAMILY.load(tmp_path / "one", tiny.target.config), dtype)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    loaded = load(tmp_path / "two", tiny.target.config)
+    loaded = FAMILY.load(tmp_path / "two", tiny.target.config)
     assert loaded.vocabulary.ids.tolist() == tiny.vocabulary.ids.tolist()
     for name, parameter in drafter.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter.to(getattr(torch, dtype)))
@@ -155,7 +155,7 @@ def test_a_card_of_another_family_is_refused(tiny: World, checkpoint: Path, tmp_
     assert tiny.target.path is not None
     card = Card(family="medusa", target=identify(tiny.target.path), drafter=DrafterSpec(family="medusa"),
                 aux_layers=(4,), code_version="test")
-    drafter = load(checkpoint, tiny.target.config)
+    drafter = FAMILY.load(checkpoint, tiny.target.config)
     save(tmp_path / "ours", drafter, card=card)
     open_drafter(tmp_path / "ours", tiny.target)
     save(tmp_path / "theirs", drafter, card=card.model_copy(update={"family": "hydra"}))

@@ -18,7 +18,7 @@ from eyrie_api.planning.sglang_support import MTP_LAYER, holds_mtp_layers, requi
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.family import open_drafter
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.mtp import FAMILY, MtpDrafter, MtpProposer, UnrolledPrediction, load, save, unroll
+from eyrie_workers.drafters.mtp import FAMILY, MtpDrafter, MtpProposer, UnrolledPrediction, load, save
 from eyrie_workers.drafters.published import copy_mtp_layers
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
@@ -121,7 +121,7 @@ def test_the_first_step_is_that_of_transformers_layer(target: TargetModel, ends:
     plan = plan_unroll(documents.loss_mask, documents.lengths, 1)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST)
     with torch.no_grad():
-        (states,) = unroll(drafter.mtp_weights(torch.float32), rotary, ends.embed, documents, plan)
+        (states,) = drafter.feature_layer(torch.float32).unroll(rotary, ends.embed, documents, plan)
         expected = torch.zeros(documents.token_ids.numel(), drafter.config.hidden_size)
         for length in documents.lengths:
             here = slice(start, start + length)
@@ -139,8 +139,8 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(target: Ta
     plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST + STEPS)
     with torch.no_grad():
-        unrolled = [states @ ends.lm_head.T for states in unroll(
-            drafter.mtp_weights(torch.float32), rotary, ends.embed, documents, plan)]
+        unrolled = [states @ ends.lm_head.T for states in drafter.feature_layer(torch.float32).unroll(
+            rotary, ends.embed, documents, plan)]
     compare_with_decoding(unrolled, MtpProposer(drafter, target), documents, plan)
 
 

@@ -14,26 +14,26 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.families import DrafterFamily, DrafterSizes
 from eyrie_api.contract.training import TrainSpec
+from eyrie_api.planning.drafter_rules import tensor_rules
 from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import (
     as_stored,
-    check_tensors,
+    headers_of,
     read_config,
     read_tensors,
+    refuse,
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.heads import UNLIMITED_LENGTH, last_states
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftTree
 from eyrie_workers.speculation.tree import build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
 from eyrie_workers.training.unroll_plan import UnrollPlan
@@ -134,14 +134,11 @@ def _save(directory: Path, drafter: ToyDrafter, dtype: str, card: Card | None) -
 def _load(directory: Path, _target: TargetConfig | None = None) -> dict[str, Tensor]:
     config, tensors = read_config(directory), read_tensors(directory)
     hidden = config["hidden_size"]
-    check_tensors(directory.name, tensors, {"project.weight": (hidden, hidden),
-                                            "lm_head.weight": (config["vocab_size"], hidden)})
+    refuse(directory.name, tensor_rules(headers_of(tensors), {
+        "project.weight": (hidden, hidden), "lm_head.weight": (config["vocab_size"], hidden)}))
     return tensors
 
 
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return ToyProposer(_load(directory), target.config.num_layers)
-
-
-FAMILY = FamilyImplementation("toy", _create, _objective, _save, _load_proposer, validator_by_loading("toy", _load),
-                              learning_rate=1e-2)
+FAMILY = FamilyImplementation(
+    "toy", _create, _objective, _save, _load,
+    lambda tensors, target: ToyProposer(tensors, target.config.num_layers), learning_rate=1e-2)

@@ -28,7 +28,7 @@ def compare_with_decoding(unrolled: Sequence[Tensor], proposer: LayerProposer, d
         for depth in range(sum(rank < alive for alive in plan.alive)):
             if depth > 0:
                 token = documents.token_ids[None, None, root + 1 + depth]
-                step = proposer._step(state, RowLengths.of([0], state.settled), token, step.hidden,
+                step = proposer._step(state, RowLengths.of([0], state.cache.settled), token, step.hidden,
                                       torch.ones(1, 1, depth, dtype=torch.bool), depth)
             torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=1e-3, rtol=1e-4)
             compared += 1

@@ -27,6 +27,7 @@ from eyrie_workers.drafters.card import read_card, weights_digest
 from eyrie_workers.drafters.eagle3.family import load_drafter
 from eyrie_workers.hidden_states.row_sources import write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat
+from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.hidden_states.writer import FeatureWriter
 from eyrie_workers.machine import cpu_count
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage, run_program
@@ -417,6 +418,21 @@ def test_states_of_another_target_are_refused(tmp_path: Path, store_dir: Path) -
 def test_a_store_without_answers_is_refused(tmp_path: Path, target_dir: Path) -> None:
     write_spec(tmp_path / "out", target_dir, write_store(tmp_path / "store", target_dir, 4, answers=False))
     assert fails(tmp_path / "out")["reason"] == "NoUsableData"
+
+
+def test_rows_longer_than_a_process_computes_are_cut_and_counted(tmp_path: Path, target_dir: Path,
+                                                                 store_dir: Path) -> None:
+    spec = write_spec(tmp_path, target_dir, store_dir)
+    cut = spec.train.model_copy(update={"max_tokens_per_gpu": 20})  # fewer than a spec may have, as the rows are short
+    started = prepare(spec.model_copy(update={"train": cut}), Stage(tmp_path, quiet=True))
+    started.close()
+    left_out = [length - 20 for length in FeatureStore(store_dir).lengths if length > 20]
+    (event,) = [one for one in stage_records(tmp_path / "events.jsonl")
+                if one.kind == "event" and one.reason == "RowsCut"]
+    assert f"{len(left_out)} of 24 rows" in event.message
+    assert f"the {sum(left_out)} tokens behind it are not trained on" in event.message
+    assert max(started.trainer.schedule.lengths) == 20
+    assert all(max(batch.lengths) <= 20 for batch in started.held_out())
 
 
 def test_no_store_is_refused(tmp_path: Path, target_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""A step in micro-batches is the step of one large batch; longer rows are cut, and counted."""
+"""A step in micro-batches is the step of one large batch; longer rows are cut."""
 
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
@@ -11,10 +11,9 @@ from eyrie_api.contract.training import TrainSpec
 from eyrie_workers.drafters.eagle3.drafter import TrainingTimeTest
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.hidden_states.shard_format import StoreFormat, TopKLogits, supervised_positions
+from eyrie_workers.hidden_states.shard_format import TopKLogits, supervised_positions
 from eyrie_workers.training.batches import (
     BatchLoader,
-    CutFeatures,
     Features,
     Schedule,
     StepBatch,
@@ -86,31 +85,18 @@ def test_parts_and_cut_rows_keep_the_topk_logits_of_their_positions() -> None:
 
 
 class _Rows:
-    """Features of one store of random documents."""
-
-    format, digest, lengths, num_rows = cast(StoreFormat, None), "", list(LENGTHS), 4
-
-    def __init__(self) -> None:
-        self._documents = random_documents(LENGTHS)
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._documents.token_ids.split(LENGTHS)[index], self._documents.loss_mask.split(LENGTHS)[index]
-
-    def read(self, rows: Sequence[int]) -> PackedBatch:
-        return self._documents
+    """What a `BatchLoader` needs of a store of random documents."""
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        yield from (self.read(group) for group in groups)
+        yield from (random_documents(LENGTHS) for _ in groups)
 
 
-def test_rows_longer_than_a_process_computes_are_cut_and_counted() -> None:
-    cut = CutFeatures(_Rows(), 30)
-    assert cut.lengths == [30, 25, 30, 12]
-    assert (cut.num_cut, cut.tokens_left_out) == (2, 11)
-    assert cut.tokens(0)[0].numel() == 30
-    for read in (cut.read([0, 1, 2, 3]), next(cut.batches([[0, 1, 2, 3]]))):
-        assert read.lengths == (30, 25, 30, 12)
-        documents = random_documents(LENGTHS)
-        for mine, whole in zip(read.aux.split(read.lengths), documents.aux.split(LENGTHS), strict=True):
-            assert torch.equal(mine, whole[:mine.shape[0]])
+def test_rows_longer_than_a_process_computes_are_cut() -> None:
+    schedule = Schedule(range(4), [min(length, 30) for length in LENGTHS], 200, 1.0, 0)
+    batch = BatchLoader(schedule, cast(Features, _Rows()), most_tokens=30).take(0)
+    read, documents = batch.documents, random_documents(LENGTHS)
+    assert read.lengths == (30, 25, 30, 12)
+    assert batch.num_tokens == 97
+    for mine, whole in zip(read.aux.split(read.lengths), documents.aux.split(LENGTHS), strict=True):
+        assert torch.equal(mine, whole[:mine.shape[0]])

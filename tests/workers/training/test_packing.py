@@ -86,6 +86,7 @@ def test_the_processes_of_a_step_of_16k_tokens_each_differ_by_less_than_three_pe
     for num_processes in (2, 8):
         schedule = Schedule(range(len(lengths)), lengths, 16_384 * num_processes, 1.0, 0)
         for step in range(schedule.num_steps):
-            loads = [sum(lengths[row] for row in shard.rows)
-                     for shard in shard_batch(schedule.at(step).rows, lengths, num_processes)]
+            rows = schedule.at(step).rows
+            loads = [sum(lengths[rows[place]] for place in shard)
+                     for shard in shard_batch(rows, lengths, num_processes)]
             assert max(loads) < 1.03 * sum(loads) / num_processes

@@ -61,7 +61,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.drafter_rules import DFLASH2, LILICORR
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json, layer_flops
 from eyrie_workers.drafters.dflash2 import (
     CANDIDATES,
     CandidateSelector,
@@ -76,7 +76,7 @@ from eyrie_workers.drafters.lilicorr import LiLiCorrConfig, LiLiCorrHead
 from eyrie_workers.drafters.markov_head import BlockHead, ConfidenceHead, MarkovConfig, MarkovHead
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_limited_tree, build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
@@ -90,7 +90,7 @@ from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 _MAX_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
 _DOMINO_HEAD, _DOMINO = "domino_head.", ("prefix_gru.", "embed_proj.")  # its prefix here, and its names in a checkpoint
-_HEADS = ("markov_head.", "confidence_head.", "candidate_selector.", "lilicorr.", *_DOMINO)
+_HEADS = ("markov_head.", "confidence_head.", "candidate_selector.", "lilicorr.", _DOMINO_HEAD)
 _TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as much as they save
 
 
@@ -143,9 +143,9 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config, hidden = config, config.decoder.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * hidden, hidden, bias=False)
-        self.hidden_norm = Norm(hidden)
+        self.hidden_norm = nn.RMSNorm(hidden)
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
-        self.norm = Norm(hidden)
+        self.norm = nn.RMSNorm(hidden)
         markov = config.markov
         self.markov_head = MarkovHead(markov, config.decoder.vocab_size, hidden) if markov else None
         self.confidence_head = ConfidenceHead(hidden, markov.rank) if markov and config.confidence else None
@@ -339,13 +339,12 @@ class _Features:
 class DFlashProposer:
     """`speculation.protocol.Drafter`: a DFlashDrafter with its target's embedding and output matrix."""
 
-    def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetModel) -> None:
-        """`tensors` on the target's device, in its dtype."""
-        self._config, self._target = config, target
-        self._features = _Features(config, tensors, target.dtype)
-        with torch.device("meta"):
-            drafter = DFlashDrafter(config)
-        drafter.load_state_dict(_named_here(tensors), assign=True)
+    def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
+        """Converts the parameters of `drafter` to the target's dtype, on its device."""
+        config = self._config = drafter.config
+        tensors = {name: tensor.to(target.device, target.dtype) for name, tensor in drafter.state_dict().items()}
+        drafter.load_state_dict(tensors, assign=True)
+        self._target, self._features = target, _Features(config, tensors, target.dtype)
         self._head, self._candidates = drafter.head, drafter.candidate_selector or drafter.lilicorr
         if self._head is not None:
             self._bias = Linear(self._head.bias_VM)
@@ -353,15 +352,12 @@ class DFlashProposer:
         self._convolutions = None if config.convolution is None else Convolutions(tensors, config.block_size)
         self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False,
                                   around=self._convolutions)
-        self.max_length = config.decoder.max_position_embeddings
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self._config.aux_layers
+        self.aux_layers, self.max_length = config.aux_layers, config.decoder.max_position_embeddings
 
     def new_state(self, num_rows: int) -> DFlashState:
-        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows,
-                           torch.zeros(num_rows, self._config.decoder.hidden_size, dtype=self._model.dtype))
+        decoder, dtype = self._config.decoder, self._model.dtype
+        return DFlashState(DrafterKVCache(decoder, decoder.num_layers, num_rows, dtype), [0] * num_rows,
+                           torch.zeros(num_rows, decoder.hidden_size, dtype=dtype))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         assert isinstance(state, DFlashState)
@@ -496,42 +492,23 @@ def save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None)
     checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(tensors, dtype), card)
 
 
-def _family(config: Mapping[str, Any]) -> str:
-    return "dspark" if config.get("architectures") == [FAMILIES["dspark"].architecture] else "dflash"
-
-
-def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
-    CheckpointInvalid."""
-    family = _family(checkpoint.read_config(directory))
+def load(directory: Path, target: TargetConfig | None = None) -> DFlashDrafter:
+    """The drafter of an export, for this target if one is given. Raises ArtifactMissing, CheckpointInvalid."""
+    is_dspark = checkpoint.read_config(directory).get("architectures") == [FAMILIES["dspark"].architecture]
+    family = "dspark" if is_dspark else "dflash"
     written, decoder, tensors = checkpoint.read_checkpoint(directory, family, target)
     own = written["dflash_config"]
     markov = MarkovConfig(written["markov_head_type"], written["markov_rank"]) if family == "dspark" else None
-    return DFlashConfig(decoder, own["block_size"], tuple(layer + 1 for layer in own["target_layer_ids"]),
-                        own["num_target_layers"], own["mask_token_id"], markov,
-                        bool(written.get("enable_confidence_head")),
-                        DominoConfig(own["gru_hidden_dim"], own["emb_dim"], own["shift_label"])
-                        if "gru_hidden_dim" in own else None,
-                        SelectorConfig.of(own) if "selector_top_k" in own else None,
-                        (own["conv_kernel_size"], own["conv_group_size"]) if own.get("conv_kernel_size") else None,
-                        LiLiCorrConfig.of(own) if "lilicorr_hidden_size" in own else None), tensors
-
-
-def load_drafter(directory: Path) -> DFlashDrafter:
-    """To continue its training. Raises as `load`."""
-    config, tensors = load(directory)
-    drafter = DFlashDrafter(config)
-    drafter.load_state_dict(_named_here(tensors))
+    config = DFlashConfig(decoder, own["block_size"], tuple(layer + 1 for layer in own["target_layer_ids"]),
+                          own["num_target_layers"], own["mask_token_id"], markov,
+                          bool(written.get("enable_confidence_head")),
+                          DominoConfig(own["gru_hidden_dim"], own["emb_dim"], own["shift_label"])
+                          if "gru_hidden_dim" in own else None,
+                          SelectorConfig.of(own) if "selector_top_k" in own else None,
+                          (own["conv_kernel_size"], own["conv_group_size"]) if own.get("conv_kernel_size") else None,
+                          LiLiCorrConfig.of(own) if "lilicorr_hidden_size" in own else None)
+    with torch.device("meta"):
+        drafter = DFlashDrafter(config)
+    drafter.load_state_dict({(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor
+                             for name, tensor in tensors.items()}, assign=True)
     return drafter
-
-
-def _named_here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by the names of `DFlashDrafter`'s parameters."""
-    return {(_DOMINO_HEAD if name.startswith(_DOMINO) else "") + name: tensor for name, tensor in tensors.items()}
-
-
-def load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    """For decoding. Raises as `load`."""
-    config, tensors = load(directory, target.config)
-    return DFlashProposer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
-                          target)

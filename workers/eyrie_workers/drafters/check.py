@@ -10,21 +10,22 @@ other families whether Eyrie loads it, with exactly the tensors its config impli
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
 from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError
-from eyrie_api.planning.drafter_rules import Finding, error, warning
+from eyrie_api.planning.drafter_rules import Finding, Target, error, warning
 from eyrie_api.planning.eagle3_rules import architecture_rules, author_format_rules
 from eyrie_api.planning.sglang_support import holds_mtp_layers
 from eyrie_workers.drafters.card import WEIGHTS, Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, headers_of, read_config
 from eyrie_workers.drafters.eagle3.directory import ENGINES
 from eyrie_workers.drafters.family import family_of
-from eyrie_workers.drafters.validation import ValidationRequest, check_mtp_layers, read_target
+from eyrie_workers.drafters.validation import ValidationRequest, check_mtp_layers, rules_by_loading
+from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import resolve, stored_tensors
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
@@ -39,7 +40,7 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
     compare_weights  compare the digest of the target's weights with the card, which reads all of them
     engines          versions of the engines to serve it with
     """
-    target = read_target(target_dir) if target_dir is not None else None
+    target = Target(target_dir, read_json(target_dir / "config.json")) if target_dir is not None else None
     general = [warning("engine-version", f"these rules are tested with {name} {ENGINES.get(name, '(none)')}, not "
                        f"{version}", "try the drafter there before serving it; rules may have changed")
                for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
@@ -70,8 +71,11 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
         card = read_card(directory)
     except EyrieError as fault:
         general.insert(0, error("card-unreadable", fault.message, fault.hint))
-    findings = [*author_format_rules(config, headers_of(tensors))] or family.validate(
-        ValidationRequest(config, tensors, card, directory, target, context, compare_weights))
+    findings: Iterable[Finding] = [*author_format_rules(config, headers_of(tensors))]
+    if not findings:
+        request = ValidationRequest(config, tensors, card, directory, target, context, compare_weights)
+        findings = (rules_by_loading(family.name, family.load, request) if family.validate is None
+                    else family.validate(request))
     return _errors_first([*findings, *general])
 
 

@@ -1,8 +1,8 @@
 """Reading and writing of drafter directories: `config.json`, `model.safetensors` and the card, for every family.
 
 A checkpoint is written to a temporary directory, flushed and renamed, so that it is complete or absent. Its contents
-are defined by its family. `check_tensors` compares names and shapes, because the engines' loaders do not: SGLang's skip
-unknown tensors and leave missing ones random.
+are defined by its family. Names and shapes are compared with the expected ones, because the engines' loaders do not:
+SGLang's skip unknown tensors and leave missing ones random.
 """
 
 import json
@@ -106,7 +106,7 @@ def read_checkpoint(directory: Path, family: str,
     written = read_config(directory)
     refuse(directory.name, config_rules(family, written))
     config, tensors = parse_decoder(directory.name, written), read_tensors(directory)
-    check_tensors(directory.name, tensors, expected_tensors(family, written))
+    refuse(directory.name, tensor_rules(headers_of(tensors), expected_tensors(family, written)))
     if target is not None:
         refuse_another_target(directory.name, family, written, target)
     return written, config, tensors
@@ -137,15 +137,6 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     if not tensors:
         raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
     return tensors
-
-
-def check_tensors(drafter: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointInvalid unless names and shapes are exactly the expected ones; the message lists all
-    differences.
-
-    drafter   its name in the message
-    """
-    refuse(drafter, tensor_rules(headers_of(tensors), expected))
 
 
 def headers_of(tensors: Mapping[str, Tensor]) -> dict[str, Header]:

@@ -11,9 +11,11 @@ The family chooses the keys: the text before a token, or a block together with t
     T rows, H hidden, I intermediate, K kv heads, W query heads per kv head, E head size
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +24,12 @@ from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.families import FAMILIES, VARIANT_FIELDS
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.target_config import FULL
-from eyrie_workers.drafters.checkpoint import rope_json
+from eyrie_workers.drafters import checkpoint
+from eyrie_workers.drafters.card import Card
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, normed_linear, rms_norm
 
-
-class Norm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class AttentionProjections(nn.Module):
@@ -57,18 +56,18 @@ class _Attention(AttentionProjections):
         super().__init__(config.hidden_size, config.hidden_size, config.num_heads * config.head_dim,
                          config.num_kv_heads * config.head_dim)
         if config.qk_norm:
-            self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
+            self.q_norm, self.k_norm = nn.RMSNorm(config.head_dim), nn.RMSNorm(config.head_dim)
 
 
 class DecoderLayer(nn.Module):
-    """The parameters of one layer, under the names engines load."""
+    """The parameters of one layer, under the names engines load. Its modules are never called."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = Norm(config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
 
     def weights(self, dtype: torch.dtype) -> "LayerWeights":
@@ -176,16 +175,39 @@ def layer_flops(config: TargetConfig, num_rows: int, num_visible: int) -> int:
 def decoder_json(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """The `config.json` of these layers, as `targets.config.parse_drafter_config` and Hugging Face read it."""
     eos: Sequence[int] = config.eos_token_ids
+    rope = checkpoint.rope_json(config.rope)
     written: dict[str, Any] = {
         "architectures": [architecture], "model_type": config.family, "hidden_act": "silu",
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_eps, "rope_theta": config.rope.theta, "rope_parameters": rope_json(config.rope),
+        "rms_norm_eps": config.rms_eps, "rope_theta": config.rope.theta, "rope_parameters": rope,
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "bos_token_id": None, "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "torch_dtype": dtype, "dtype": dtype}
     if config.rope.kind != "default":
-        written["rope_scaling"] = rope_json(config.rope)
+        written["rope_scaling"] = rope
     return written
+
+
+def save_layers(family: str, directory: Path, drafter: Any, dtype: str = "float32", card: Card | None = None,
+                prefix: str = "", more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Export a drafter whose `config` is that of its layers.
+
+    prefix   of the names of its tensors in the file
+    more     members of config.json
+    """
+    written = decoder_json(drafter.config, FAMILIES[family].architecture, dtype) | dict(more)
+    tensors = {prefix + name: tensor for name, tensor in drafter.state_dict().items()}
+    checkpoint.write_checkpoint(directory, written, checkpoint.as_stored(tensors, dtype), card)
+
+
+def load_layers(made_of: Callable[[TargetConfig], ModuleT], family: str, directory: Path,
+                target: TargetConfig | None = None, prefix: str = "") -> ModuleT:
+    """Read and check what `save_layers` wrote, for this target if one is given. Raises as `read_checkpoint`."""
+    _, config, tensors = checkpoint.read_checkpoint(directory, family, target)
+    with torch.device("meta"):
+        drafter = made_of(config)
+    drafter.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, assign=True)
+    return drafter

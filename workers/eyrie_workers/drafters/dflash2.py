@@ -22,8 +22,7 @@ new convolution passes on its own place alone, but for its deltas. Evaluation co
     E rank of the selector
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +52,15 @@ def likeliest(states_NH: Tensor, head_VH: Tensor, top_k: int) -> tuple[Tensor, T
     return torch.cat(logits), torch.cat(ids), torch.cat(total)
 
 
-class CandidateSteps(ABC):
-    """Scores of the tokens after nodes of one depth, for one block: the candidates of each step are chosen already."""
+CandidateSteps = Callable[[Tensor, int], DraftStep]
+"""The step after some nodes [R, N] of one depth, for one block, whose candidates of each step are chosen already."""
 
-    def __init__(self, ids_RSK: Tensor, vocab_size: int) -> None:
-        self._ids_RSK, self._vocab_size = ids_RSK, vocab_size
 
-    @abstractmethod
-    def scores(self, tokens_RN: Tensor, depth: int) -> Tensor:
-        """[R, N, K] of the candidates of the step at a depth, given the tokens of the nodes before it."""
-
-    def __call__(self, tokens_RN: Tensor, depth: int) -> DraftStep:
-        """Logits [R, N, V], -inf outside the candidates."""
-        scores_RNK = self.scores(tokens_RN, depth)
-        logits_RNV = scores_RNK.new_full((*tokens_RN.shape, self._vocab_size), -torch.inf)
-        index_RNK = self._ids_RSK[:, depth, None].expand_as(scores_RNK)
-        return DraftStep(logits_RNV.scatter(-1, index_RNK, scores_RNK), scores_RNK.new_zeros(*tokens_RN.shape, 0))
+def among_candidates(scores_RNK: Tensor, ids_RK: Tensor, vocab_size: int) -> DraftStep:
+    """Logits [R, N, V] of one step from the scores of its candidates, -inf outside them."""
+    logits_RNV = scores_RNK.new_full((*scores_RNK.shape[:2], vocab_size), -torch.inf)
+    index_RNK = ids_RK[:, None].expand_as(scores_RNK)
+    return DraftStep(logits_RNV.scatter(-1, index_RNK, scores_RNK), scores_RNK.new_zeros(*scores_RNK.shape[:2], 0))
 
 
 @dataclass(frozen=True)
@@ -120,21 +112,18 @@ class CandidateSelector(nn.Module):
         scores_NK = self.unary(u_NK / scale) + torch.einsum("ne,nke->nk", context_NE, self.successor_codebook[ids_NK])
         return F.cross_entropy(scores_NK, (ids_NK == true_N[:, None]).to(torch.int8).argmax(1), reduction="none")
 
-    def steps(self, states_RSH: Tensor, logits_RSV: Tensor, _anchor_RH: Tensor, _embed_VH: Tensor) -> "SelectorSteps":
+    def steps(self, states_RSH: Tensor, logits_RSV: Tensor, _anchor_RH: Tensor, _embed_VH: Tensor) -> CandidateSteps:
         """For one block, from the products of its states with the output matrix. The rest is for LiLiCorr's head."""
         u_RSK, ids_RSK = logits_RSV.topk(self.top_k, -1)
-        return SelectorSteps(self, self.unary(u_RSK.float()), ids_RSK, self.hidden_projection(states_RSH))
+        unary_RSK, hidden_RSE = self.unary(u_RSK.float()), self.hidden_projection(states_RSH)
 
+        def step(tokens_RN: Tensor, depth: int) -> DraftStep:
+            context_RNE = self.predecessor_codebook[tokens_RN] * hidden_RSE[:, depth, None]
+            scores_RNK = unary_RSK[:, depth, None] + torch.einsum(
+                "rne,rke->rnk", context_RNE, self.successor_codebook[ids_RSK[:, depth]])
+            return among_candidates(scores_RNK, ids_RSK[:, depth], self.predecessor_codebook.shape[0])
 
-class SelectorSteps(CandidateSteps):
-    def __init__(self, selector: CandidateSelector, unary_RSK: Tensor, ids_RSK: Tensor, hidden_RSE: Tensor) -> None:
-        super().__init__(ids_RSK, selector.predecessor_codebook.shape[0])
-        self._selector, self._unary_RSK, self._hidden_RSE = selector, unary_RSK, hidden_RSE
-
-    def scores(self, tokens_RN: Tensor, depth: int) -> Tensor:
-        context_RNE = self._selector.predecessor_codebook[tokens_RN] * self._hidden_RSE[:, depth, None]
-        return self._unary_RSK[:, depth, None] + torch.einsum(
-            "rne,rke->rnk", context_RNE, self._selector.successor_codebook[self._ids_RSK[:, depth]])
+        return step
 
 
 class GroupedConvolution(nn.Module):

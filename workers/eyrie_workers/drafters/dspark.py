@@ -8,10 +8,8 @@ Experimental: above DFlash at equal steps (docs/results/experiments/block_heads.
 with a large vocabulary (docs/results/published.md).
 """
 
-from eyrie_workers.drafters.blocks import BlockDiffusion, create, load, load_drafter, load_proposer, save
+from eyrie_workers.drafters.blocks import BlockDiffusion, DFlashProposer, create, load, save
 from eyrie_workers.drafters.family import FamilyImplementation
-from eyrie_workers.drafters.validation import validator_by_loading
 
-FAMILY = FamilyImplementation("dspark", create, BlockDiffusion, save, load_proposer,
-                              validator_by_loading("dspark", load), load=load_drafter, learning_rate=5e-4,
+FAMILY = FamilyImplementation("dspark", create, BlockDiffusion, save, load, DFlashProposer, learning_rate=5e-4,
                               rate_falls=False)

@@ -37,10 +37,9 @@ biases on q, k and v.
     E head size, V vocabulary
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,26 +47,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.families import FAMILIES
-from eyrie_api.contract.training import TrainSpec
-from eyrie_workers.drafters import checkpoint, layer_proposer
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, decoder_json
+from eyrie_workers.drafters import layer_proposer
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.feature_layer import FeatureLayer, FeatureObjective, Projection
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.operators import Linear, Rotary
-from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
-from eyrie_workers.training.numerics import PostAttention, apply_rotary, linear, round_up_rows
-from eyrie_workers.training.objective import Objective, Outcome, Prediction, StepContext, TargetDistribution
+from eyrie_workers.targets.operators import Linear
+from eyrie_workers.training.objective import Outcome, Prediction, StepContext, TargetDistribution
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
-
-ARCHITECTURE = FAMILIES["eagle1"].architecture
 
 # The paper weights classification with 0.1 and regression with 1. `Objective` weights classification with
 # 1, so that losses of all families are comparable; the ratio is the paper's.
@@ -91,86 +82,20 @@ class Eagle1Drafter(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = nn.ModuleList([_Eagle1Layer(config)])
 
-    def weights(self, dtype: torch.dtype) -> "Eagle1Weights":
+    def feature_layer(self, dtype: torch.dtype) -> FeatureLayer:
         """The matrices joined by input, in `dtype`; gradients flow to the parameters."""
         layer = self.layers[0]
         assert isinstance(layer, _Eagle1Layer)
         attention, hidden = layer.self_attn, self.config.hidden_size
-        return Eagle1Weights(
-            config=self.config, token=self.fc.weight[:, :hidden].to(dtype), state=self.fc.weight[:, hidden:].to(dtype),
-            bias=self.fc.bias, query=attention.q_proj.weight.to(dtype),
-            key_value=torch.cat([attention.k_proj.weight, attention.v_proj.weight]).to(dtype),
+        return FeatureLayer(
+            self.config, self.fc.bias.dtype, token=Projection(self.fc.weight[:, :hidden].to(dtype), bias=self.fc.bias),
+            state=Projection(self.fc.weight[:, hidden:].to(dtype)), query=Projection(attention.q_proj.weight.to(dtype)),
+            key_value=Projection(torch.cat([attention.k_proj.weight, attention.v_proj.weight]).to(dtype)),
             post_attention=layer.post_attention(dtype))
 
 
-@dataclass(frozen=True)
-class Eagle1Weights:
-    """The drafter in training. Matrices in the compute dtype, norm and bias as stored.
-
-    token, state [H, H] the halves of fc   query [q, H]   key_value [2k, H]
-    """
-
-    config: TargetConfig
-    token: Tensor
-    state: Tensor
-    bias: Tensor
-    query: Tensor
-    key_value: Tensor
-    post_attention: PostAttention
-
-    def tokens(self, embed_TH: Tensor) -> Tensor:
-        """The tokens' share of x: [T, H]."""
-        return linear(embed_TH, self.token).to(self.bias.dtype) + self.bias
-
-    def states(self, features_TH: Tensor) -> Tensor:
-        """The features' share of x: [T, H]."""
-        return linear(features_TH, self.state).to(self.bias.dtype)
-
-    def queries(self, x_TH: Tensor, angles: Tensor) -> Tensor:
-        """Rotated q [T, K, W, E]."""
-        heads = linear(x_TH, self.query).unflatten(-1, (self.config.num_kv_heads, -1, self.config.head_dim))
-        return apply_rotary(heads, angles)
-
-    def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated k, and v, each [T, K, E]."""
-        k_TKE, v_TKE = (part.unflatten(-1, (-1, self.config.head_dim))
-                        for part in linear(x_TH, self.key_value).chunk(2, -1))
-        return apply_rotary(k_TKE, angles), v_TKE
-
-
-def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch, plan: UnrollPlan,
-           recompute: bool = False) -> Iterator[Tensor]:
-    """Predicted features [R_s, H] of each step with roots, on true tokens; after step 0 from the drafter's own
-    features. Step 0 reads the last layer of `documents.aux`. Other positions than roots compute keys and values
-    only."""
-    token_TH = weights.tokens(embed_VH.index_select(0, documents.token_ids))
-    features_TH = documents.aux[:, -1].to(weights.bias.dtype)
-    # Position i pairs with token i+1. The last position of a document has no such token; no root attends to its key.
-    x_TH = weights.states(features_TH) + torch.cat([token_TH[1:], token_TH[-1:]])
-    shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
-    own: list[tuple[Tensor, Tensor]] = []  # rotated keys and values of the roots at steps 1 .. s
-    x_RH = features_RH = gather_rows(x_TH, plan.roots)
-    for step, alive in enumerate(plan.alive):
-        if alive == 0:
-            return
-        roots = plan.roots[:alive]
-        angles = rotary.at(plan.positions[roots] + step)
-        if step > 0:  # the drafter's own feature replaces the target's; the token is the true one
-            x_RH = weights.states(leading_rows(features_RH, alive)) + gather_rows(token_TH, roots + 1 + step)
-            own.append(weights.keys(x_RH, angles))
-        attended = attend(weights.queries(x_RH, angles), shared, own)
-        features_RH = weights.post_attention(x_RH, attended.flatten(1), recompute)
-        yield features_RH
-
-
-class FeatureRegression(Objective[Eagle1Drafter]):
+class FeatureRegression(FeatureObjective):
     """Trains an Eagle1Drafter on the target's next feature and on the target's distribution."""
-
-    def __init__(self, drafter: Eagle1Drafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
-                 dtype: torch.dtype) -> None:
-        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
-        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
-        self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training one step from every root; in evaluation all steps, as in decoding."""
@@ -178,7 +103,8 @@ class FeatureRegression(Objective[Eagle1Drafter]):
 
     def flops(self, plan: UnrollPlan) -> int:
         """The inputs of fc at step 0 and the output matrix have no gradient."""
-        config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
+        config: TargetConfig = self.drafter.config
+        tokens, hidden = plan.positions.numel(), config.hidden_size
         q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
         once = tokens * hidden * (2 * 2 * hidden + 3 * kv)  # fc without a gradient of its inputs; k and v
         per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
@@ -198,15 +124,14 @@ class FeatureRegression(Objective[Eagle1Drafter]):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Features of every root and step, and in training their regression loss."""
-        states = tuple(unroll(self.drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
-                              self._recompute))
-        extra = None
-        if not evaluating:
-            # The target's next feature, without noise: layer 0 of aux is the true one.
-            expected = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
-            extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], expected, reduction="none").mean(-1)
-        return Prediction(states, self._head_VH, extra,
-                          sum(round_up_rows(alive, self.device) for alive in plan.alive if alive))
+        prediction = super().predict(documents, plan, evaluating)
+        if evaluating:
+            return prediction
+        # The target's next feature, without noise: layer 0 of aux is the true one.
+        first_RH = prediction.states[0]
+        expected_RH = documents.aux[:, 0].index_select(0, plan.roots + 1).to(first_RH.dtype)
+        regression_RH = F.smooth_l1_loss(first_RH, expected_RH, reduction="none")
+        return replace(prediction, extra=REGRESSION_WEIGHT * regression_RH.mean(-1))
 
 
 def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -> Tensor:
@@ -233,22 +158,22 @@ def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device)
     return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
 
 
-class _Eagle1InferenceLayer:
-    """`InferenceLayer`: x and its q, k, v are linear in token and feature, so one product per feature yields all four,
-    and the token's share is a `TokenProjection`."""
+class Eagle1Proposer(layer_proposer.LayerProposer):
+    """An Eagle1Drafter with its target's embedding and output matrix, for decoding. x and its q, k, v are linear in
+    token and feature, so one product per feature yields all four, and the token's share is a `token_projection`."""
 
+    @torch.inference_mode()
     def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
-        weights, config, dtype = drafter.weights(torch.float32), drafter.config, target.dtype
-        qkv_QH = layer_proposer.adjacent_rotary_pairs(torch.cat([weights.query, weights.key_value]),
-                                                      config.num_heads + config.num_kv_heads, config.head_dim)
+        """Drafting computes in the target's dtype."""
+        layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
+        super().__init__(config, (target.config.num_layers,), dtype, layer.post_attention)
+        qkv_QH = self.adjacent_pairs(torch.cat([layer.query.weight, layer.key_value.weight]))
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
-        self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
+        self._target, self._widths = target, [config.hidden_size, qkv_QH.shape[0]]
         # Products of the matrices in float32, once, when the drafter is loaded; then rounded to the compute dtype.
-        self._state = Linear((to_outputs @ weights.state).to(dtype))
-        token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
-        self._token = layer_proposer.TokenProjection(target.embed_weight, token, sum(self._widths))
-        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
-        self._target = target
+        self._state = Linear((to_outputs @ layer.state.weight).to(dtype))
+        token = Linear((to_outputs @ layer.token.weight).to(dtype), (to_outputs @ drafter.fc.bias.float()).to(dtype))
+        self._token = layer_proposer.token_projection(target.embed_weight, token, sum(self._widths))
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         return aux_TAH[:, 0].to(self._dtype)
@@ -258,22 +183,9 @@ class _Eagle1InferenceLayer:
         x_TH, qkv_TQ = self._state.add(hidden_TH, self._token(tokens_T)).split(self._widths, -1)
         return x_TH.contiguous(), qkv_TQ
 
-    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        return self._post_attention(residual_TH, attended_TQ)
-
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits of a feature [T, V], and the feature."""
         return self._target.logits(hidden_TH), hidden_TH
-
-
-class Eagle1Proposer(layer_proposer.LayerProposer):
-    """An Eagle1Drafter with its target's embedding and output matrix, for decoding."""
-
-    def __init__(self, drafter: Eagle1Drafter, target: TargetModel) -> None:
-        """Drafting computes in the target's dtype."""
-        with torch.inference_mode():
-            layer = _Eagle1InferenceLayer(drafter, target)
-        super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 
 def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddings, _layers: Layers,
@@ -284,23 +196,6 @@ def _create(spec: DrafterSpec, target: TargetConfig, _embeddings: TargetEmbeddin
     return drafter
 
 
-def save(directory: Path, drafter: Eagle1Drafter, dtype: str = "float32", card: Card | None = None) -> None:
-    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
+save, load = partial(save_layers, "eagle1"), partial(load_layers, Eagle1Drafter, "eagle1")
 
-
-def load(directory: Path, target: TargetConfig | None = None) -> Eagle1Drafter:
-    """Read and check a drafter, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
-    _, config, tensors = checkpoint.read_checkpoint(directory, "eagle1", target)
-    with torch.device("meta"):
-        drafter = Eagle1Drafter(config)
-    drafter.load_state_dict(tensors, strict=True, assign=True)
-    return drafter
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return Eagle1Proposer(load(directory, target.config), target)
-
-
-FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, _load_proposer,
-                              validator_by_loading("eagle1", load), load=load, learning_rate=4e-3)
+FAMILY = FamilyImplementation("eagle1", _create, FeatureRegression, save, load, Eagle1Proposer, learning_rate=4e-3)

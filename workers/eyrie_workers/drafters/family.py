@@ -61,18 +61,19 @@ class FamilyImplementation:
     save: Callable[[Path, Any, str, Card | None], None]
     """Export: (directory, drafter, dtype, card). Atomic; the same drafter gives the same bytes."""
 
-    load_proposer: Callable[[Path, TargetModel], Drafter]
-    """Load an export for decoding: (directory, target). Raises ArtifactMissing, CheckpointInvalid. The caller sets the
-    default device to the target's (`targets.device.device_scope`)."""
+    load: Callable[[Path, TargetConfig | None], Any]
+    """The drafter of an export, on the default device, for this target if one is given. Raises ArtifactMissing, and
+    CheckpointInvalid for everything that breaks the family's contract."""
 
-    validate: Validator
-    """Findings about a directory of the family's architecture."""
+    proposer: Callable[[Any, TargetModel], Drafter]
+    """A drafter that was loaded for this target, for decoding. The caller sets the default device to the target's
+    (`targets.device.device_scope`)."""
+
+    validate: Validator | None = None
+    """Findings about a directory of the family's architecture; None: `validation.rules_by_loading`."""
 
     trained: Callable[[Any], TrainedDrafter] | None = None
     """Sizes of a drafter as `planning.training_cost` takes them; None: its step is not described there."""
-
-    load: Callable[[Path], nn.Module] | None = None
-    """The drafter of an export, to continue its training; None: not possible. Raises as `load_proposer`."""
 
     learning_rate: float = DEFAULT_LEARNING_RATE
     """Default peak learning rate, measured on the quickstart target, whose width is `MEASURED_WIDTH`."""
@@ -151,7 +152,7 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
         raise CheckpointInvalid(f"{directory} holds a drafter of architecture {named}",
                                 f"use one of {', '.join(row.architecture for row in FAMILIES.values())}")
     with device_scope(target.device):
-        return family.load_proposer(directory, target)
+        return family.proposer(family.load(directory, target.config), target)
 
 
 def open_method(method: str, directory: Path | None, target: TargetModel) -> Drafter | None:

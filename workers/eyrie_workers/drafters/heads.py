@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.contract.families import FAMILIES
-from eyrie_api.planning.drafter_rules import config_rules
+from eyrie_api.planning.drafter_rules import config_rules, tensor_rules
 from eyrie_workers.drafters import checkpoint
 from eyrie_workers.drafters.card import Card, read_card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
@@ -82,15 +82,9 @@ def last_states(pairs: CommittedTokens, indices: CommittedIndices) -> Tensor:
     return pairs.aux[:, :, 0].flatten(0, 1).index_select(0, indices.last)
 
 
-@dataclass
-class HeadsState:
-    """[rows, ..] what the first head reads of each row."""
-
-    read: Tensor
-
-
 class HeadsProposer:
-    """What the proposers share: `speculation.protocol.Drafter` without keys and positions."""
+    """What the proposers share: `speculation.protocol.Drafter` without keys and positions. The state is [rows, ..] what
+    the first head reads of each row."""
 
     max_length = UNLIMITED_LENGTH
 
@@ -101,8 +95,8 @@ class HeadsProposer:
         self._num_heads, self._width = drafter.config.num_heads, width
         self._dtype, self._device = dtype, device
 
-    def new_state(self, num_rows: int) -> HeadsState:
-        return HeadsState(torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device))
+    def new_state(self, num_rows: int) -> Tensor:
+        return torch.zeros(num_rows, self._width, dtype=self._dtype, device=self._device)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Does nothing: the first pairs overwrite the row's state."""
@@ -141,7 +135,7 @@ def load_heads(kind: type[HeadsT], directory: Path, target: TargetConfig | None)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
         expected[TOKEN_MAP] = (config.draft_vocab_size,)  # no buffer of the module
-    checkpoint.check_tensors(directory.name, tensors, expected)
+    checkpoint.refuse(directory.name, tensor_rules(checkpoint.headers_of(tensors), expected))
     # 3. The vocabulary, and the values.
     if TOKEN_MAP in tensors:
         ids = tensors.pop(TOKEN_MAP).cpu()

@@ -32,7 +32,7 @@ nothing in so short a run. The paper's Hydra++, whose heads read a decoder layer
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +48,20 @@ from eyrie_workers.drafters.heads import (
     HeadsConfig,
     HeadsDrafter,
     HeadsProposer,
-    HeadsState,
     last_states,
     load_heads,
     residual_silu,
     save_heads,
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.layer_proposer import TokenProjection, target_ids
-from eyrie_workers.drafters.validation import validator_by_loading
+from eyrie_workers.drafters.layer_proposer import target_ids, token_projection
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_limited_tree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
@@ -158,25 +155,25 @@ class HydraProposer(HeadsProposer):
         config, dtype = drafter.config, embed_VH.dtype
         super().__init__(drafter, num_layers, 2 * config.hidden_size, dtype, embed_VH.device)
         with torch.inference_mode():
-            self._embedding = TokenProjection(embed_VH, scaled_embeddings, config.hidden_size)
+            self._embedding = token_projection(embed_VH, scaled_embeddings, config.hidden_size)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
             self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        assert isinstance(state, HeadsState)
+        assert isinstance(state, Tensor)
         indices = pairs.indices()
         chosen_B = indices.tokens.flatten().index_select(0, indices.last)  # x_{i+1}
         read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
-        state.read.index_copy_(0, indices.rows, read_BC)
+        state.index_copy_(0, indices.rows, read_BC)
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
-        assert isinstance(state, HeadsState)
-        first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
+        assert isinstance(state, Tensor)
+        first = self._predict(0, state.index_select(0, upload(rows))[:, None])
         return build_limited_tree(first, self._step, shape, self._num_heads, self._draft_ids_D, noise)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
@@ -205,13 +202,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
-    return load_heads(HydraDrafter, directory, target)
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
-
-
-FAMILY = FamilyImplementation("hydra", create, HydraObjective, save_heads, _load_proposer,
-                              validator_by_loading("hydra", load), learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "hydra", create, HydraObjective, save_heads, partial(load_heads, HydraDrafter),
+    lambda drafter, target: HydraProposer(drafter, target.embed_weight, target.config.num_layers), learning_rate=2e-3)

@@ -1,4 +1,4 @@
-"""The KV cache of drafters with several decoder layers, and attention of new tokens over it.
+"""The KV cache of drafters with decoder layers, and attention of new tokens over it.
 
 One buffer for all layers: [layer, row, index, key and value heads, head]. Settled keys start at index 0, ordered by
 position; scratch keys of a drafting round follow them and are overwritten by the next settled ones. `NewTokens` is the
@@ -10,22 +10,21 @@ rounding differences can change proposals, never the output.
 
 What a pass allocates. Keys and values are read in place where the rows of the pass are neighbours in the buffer, in
 any order; the engine gives out the lowest free row, so they are while no row between them is free. Others are copied,
-[B, L, K, E] per layer (`attend_rows`). Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has its
-own attention without a mask (`PromptTokens`).
+[B, L, K, E] per layer (`attend_rows`). Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has
+attention without a mask (`targets.causal_attention`).
 
     B rows, N new tokens of each, M scratch keys, L indices, K kv heads, W query heads per kv head, E head size
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
-from eyrie_workers.targets.causal_attention import causal
-from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import upload
 
 
@@ -67,14 +66,33 @@ def attend_rows(q_BKXE: Tensor, keys_RLKE: Tensor, values_RLKE: Tensor, mask: Te
     return F.scaled_dot_product_attention(q_BKXE, keys, values, attn_mask=mask).index_select(0, place_B)
 
 
+class LayerConfig(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
 class DrafterKVCache:
-    def __init__(self, config: TargetConfig, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: LayerConfig, num_layers: int, num_rows: int, dtype: torch.dtype) -> None:
         self.config = config
         self.settled = [0] * num_rows
         """Number of settled keys of each row."""
 
-        self.data = torch.zeros(config.num_layers, num_rows, INITIAL_POSITIONS, 2 * config.num_kv_heads,
-                                config.head_dim, dtype=dtype)
+        self.data = torch.zeros(num_layers, num_rows, INITIAL_POSITIONS, 2 * config.num_kv_heads, config.head_dim,
+                                dtype=dtype)
 
     def reserve(self, length: int) -> None:
         self.data = grown(self.data, 2, length)
@@ -113,22 +131,6 @@ class NewTokens:
         attended = attend_rows(q.flatten(2, 3), keys, values, self._mask, self._chosen)
         return attended.view(rows, config.num_kv_heads, -1, new, config.head_dim).permute(0, 3, 1, 2, 4).reshape(
             rows * new, -1)
-
-
-class PromptTokens:
-    """`targets.model.Attend` of the first T tokens of one row: causal, without the mask of T * T elements."""
-
-    def __init__(self, cache: DrafterKVCache, chosen: RowLengths, num_tokens: int) -> None:
-        assert [*chosen.lengths] == [0], "one row without settled keys"
-        self.dtype = cache.data.dtype
-        self._cache, self._chosen = cache, chosen
-        cache.reserve(num_tokens)
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """heads [T, Q + 2K, E] -> [T, Q * E]."""
-        config = self._cache.config
-        self._cache.write(layer, self._chosen, heads[None, :, config.num_heads:])
-        return causal(*heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1))
 
 
 def causal_mask(chosen: RowLengths, num_new: int) -> Tensor | None:

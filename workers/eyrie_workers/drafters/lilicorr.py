@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyrie_workers.drafters.dflash2 import CandidateSteps, likeliest
+from eyrie_workers.drafters.dflash2 import CandidateSteps, among_candidates, likeliest
+from eyrie_workers.speculation.protocol import DraftStep
 from eyrie_workers.training.objective import Supervision
 
 _CROSS_ENTROPY, _REJECTION = 0.25, 0.25
@@ -197,21 +198,19 @@ class LiLiCorrHead(nn.Module):
 
         return against
 
-    def steps(self, states_RSH: Tensor, logits_RSV: Tensor, anchor_RH: Tensor, embed_VH: Tensor) -> "LiLiCorrSteps":
+    def steps(self, states_RSH: Tensor, logits_RSV: Tensor, anchor_RH: Tensor, embed_VH: Tensor) -> CandidateSteps:
         """For one block, from the target's logits."""
         wide = logits_RSV.float()
         log_p_RSK, ids_RSK = wide.topk(min(self.config.candidate_topk, wide.shape[-1]), -1)
-        return LiLiCorrSteps(ids_RSK, wide.shape[-1], *self.scores(
-            ids_RSK, log_p_RSK - wide.logsumexp(-1, keepdim=True), states_RSH, anchor_RH, embed_VH))
+        start_RK, pair_RSKK = self.scores(ids_RSK, log_p_RSK - wide.logsumexp(-1, keepdim=True), states_RSH, anchor_RH,
+                                          embed_VH)
 
+        def step(tokens_RN: Tensor, depth: int) -> DraftStep:
+            if depth == 0:
+                scores_RNK = start_RK[:, None].expand(-1, tokens_RN.shape[1], -1)
+            else:
+                place_RN = (ids_RSK[:, depth - 1, None] == tokens_RN[..., None]).to(torch.int8).argmax(-1)
+                scores_RNK = pair_RSKK[:, depth - 1].gather(1, place_RN[..., None].expand(-1, -1, start_RK.shape[-1]))
+            return among_candidates(scores_RNK, ids_RSK[:, depth], wide.shape[-1])
 
-class LiLiCorrSteps(CandidateSteps):
-    def __init__(self, ids_RSK: Tensor, vocab_size: int, start_RK: Tensor, pair_RSKK: Tensor) -> None:
-        super().__init__(ids_RSK, vocab_size)
-        self._start_RK, self._pair_RSKK = start_RK, pair_RSKK
-
-    def scores(self, tokens_RN: Tensor, depth: int) -> Tensor:
-        if depth == 0:
-            return self._start_RK[:, None].expand(-1, tokens_RN.shape[1], -1)
-        place_RN = (self._ids_RSK[:, depth - 1, None] == tokens_RN[..., None]).to(torch.int8).argmax(-1)
-        return self._pair_RSKK[:, depth - 1].gather(1, place_RN[..., None].expand(-1, -1, self._start_RK.shape[-1]))
+        return step

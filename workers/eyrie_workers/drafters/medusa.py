@@ -32,7 +32,7 @@ matrices, and a `token_map` where the draft vocabulary is smaller than the targe
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ from eyrie_workers.drafters.heads import (
     HeadsConfig,
     HeadsDrafter,
     HeadsProposer,
-    HeadsState,
     last_states,
     load_heads,
     residual_silu,
@@ -54,15 +53,13 @@ from eyrie_workers.drafters.heads import (
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layer_proposer import target_ids
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftTree
 from eyrie_workers.speculation.tree import build_tree_from_marginals
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear
 from eyrie_workers.training.numerics import linear
 from eyrie_workers.training.objective import Objective, Prediction
@@ -138,16 +135,16 @@ class MedusaProposer(HeadsProposer):
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        assert isinstance(state, HeadsState)
+        assert isinstance(state, Tensor)
         indices = pairs.indices()
-        state.read.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
+        state.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """The tree of the heads' marginals; NO_TOKEN at depths without a head."""
-        assert isinstance(state, HeadsState)
-        h_BH = state.read.index_select(0, upload(rows))  # of each row's last settled pair
+        assert isinstance(state, Tensor)
+        h_BH = state.index_select(0, upload(rows))  # of each row's last settled pair
         h_BSH = residual_silu(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
         depths = min(shape.num_steps, self._num_heads)  # deeper nodes have no head
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(depths)], 1)
@@ -168,13 +165,6 @@ def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings
     return drafter
 
 
-def load(directory: Path, target: TargetConfig | None) -> MedusaDrafter:
-    return load_heads(MedusaDrafter, directory, target)
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return MedusaProposer(load(directory, target.config), target.config.num_layers, target.dtype)
-
-
-FAMILY = FamilyImplementation("medusa", create, MedusaObjective, save_heads, _load_proposer,
-                              validator_by_loading("medusa", load), learning_rate=5e-3)
+FAMILY = FamilyImplementation(
+    "medusa", create, MedusaObjective, save_heads, partial(load_heads, MedusaDrafter),
+    lambda drafter, target: MedusaProposer(drafter, target.config.num_layers, target.dtype), learning_rate=5e-3)

@@ -21,36 +21,29 @@ The default rate is that of all families; none was measured for a pretrained lay
     V vocabulary
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
-from eyrie_api.contract.families import FAMILIES
-from eyrie_api.contract.training import TrainSpec
 from eyrie_api.errors import InvalidInput
 from eyrie_api.planning.sglang_support import MARK, MTP_LAYER
-from eyrie_workers.drafters import checkpoint, layer_proposer
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters import layer_proposer
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, layer_flops, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.feature_layer import FeatureLayer, FeatureObjective, Projection
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.operators import Linear, Rotary, rms_normalise
-from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
-from eyrie_workers.training.numerics import PostAttention, apply_rotary, normed_linear, rms_norm, round_up_rows
-from eyrie_workers.training.objective import Objective, Prediction, StepContext, plan_drawn
+from eyrie_workers.targets.operators import Linear, rms_normalise
+from eyrie_workers.training.objective import StepContext, plan_drawn
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
-ARCHITECTURE = FAMILIES["mtp"].architecture
 _NO_TOKEN = -1
 """In place of the token after position 0, whose embedding the layer does not read."""
 
@@ -63,103 +56,25 @@ class MtpDrafter(DecoderLayer):
         super().__init__(config)
         for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
             projection.bias = nn.Parameter(torch.zeros(projection.out_features))
-        self.token_layernorm, self.hidden_layernorm = Norm(config.hidden_size), Norm(config.hidden_size)
+        self.token_layernorm, self.hidden_layernorm = nn.RMSNorm(config.hidden_size), nn.RMSNorm(config.hidden_size)
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.final_layernorm = Norm(config.hidden_size)
+        self.final_layernorm = nn.RMSNorm(config.hidden_size)
 
-    def mtp_weights(self, dtype: torch.dtype) -> "MtpWeights":
+    def feature_layer(self, dtype: torch.dtype) -> FeatureLayer:
         """The matrices joined by input, in `dtype`; gradients flow to the parameters."""
-        attention, hidden = self.self_attn, self.config.hidden_size
-        return MtpWeights(
-            config=self.config, token_norm=self.token_layernorm.weight, state_norm=self.hidden_layernorm.weight,
-            state=self.input_proj.weight[:, :hidden].to(dtype), token=self.input_proj.weight[:, hidden:].to(dtype),
-            input_norm=self.input_layernorm.weight,
-            query=attention.q_proj.weight.to(dtype), query_bias=attention.q_proj.bias,
-            key_value=torch.cat([attention.k_proj.weight, attention.v_proj.weight]).to(dtype),
-            key_value_bias=torch.cat([attention.k_proj.bias, attention.v_proj.bias]),
-            post_attention=self.post_attention(dtype), final_norm=self.final_layernorm.weight)
+        attention, hidden, input_norm = self.self_attn, self.config.hidden_size, self.input_layernorm.weight
+        return FeatureLayer(
+            self.config, self.final_layernorm.weight.dtype,
+            state=Projection(self.input_proj.weight[:, :hidden].to(dtype), self.hidden_layernorm.weight),
+            token=Projection(self.input_proj.weight[:, hidden:].to(dtype), self.token_layernorm.weight),
+            query=Projection(attention.q_proj.weight.to(dtype), input_norm, attention.q_proj.bias),
+            key_value=Projection(torch.cat([attention.k_proj.weight, attention.v_proj.weight]).to(dtype), input_norm,
+                                 torch.cat([attention.k_proj.bias, attention.v_proj.bias])),
+            post_attention=self.post_attention(dtype), final_norm=self.final_layernorm.weight, reads_first_token=False)
 
 
-@dataclass(frozen=True)
-class MtpWeights:
-    """The layer in training. Matrices in the compute dtype, norms and biases as stored.
-
-    state, token [H, H] the halves of input_proj   query [q, H]   key_value [2k, H]
-    """
-
-    config: TargetConfig
-    token_norm: Tensor
-    state_norm: Tensor
-    state: Tensor
-    token: Tensor
-    input_norm: Tensor
-    query: Tensor
-    query_bias: Tensor
-    key_value: Tensor
-    key_value_bias: Tensor
-    post_attention: PostAttention
-    final_norm: Tensor
-
-    def tokens(self, embed_TH: Tensor) -> Tensor:
-        """The tokens' share of x: [T, H]."""
-        return self._normed(embed_TH.to(self.token_norm.dtype), self.token_norm, self.token)
-
-    def states(self, features_TH: Tensor) -> Tensor:
-        """The states' share of x: [T, H]."""
-        return self._normed(features_TH.to(self.state_norm.dtype), self.state_norm, self.state)
-
-    def queries(self, x_TH: Tensor, angles: Tensor) -> Tensor:
-        """Rotated q [T, K, W, E]."""
-        q_TQ = self._normed(x_TH, self.input_norm, self.query) + self.query_bias
-        return apply_rotary(q_TQ.unflatten(-1, (self.config.num_kv_heads, -1, self.config.head_dim)), angles)
-
-    def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated k, and v, each [T, K, E]."""
-        kv_TQ = self._normed(x_TH, self.input_norm, self.key_value) + self.key_value_bias
-        k_TKE, v_TKE = (part.unflatten(-1, (-1, self.config.head_dim)) for part in kv_TQ.chunk(2, -1))
-        return apply_rotary(k_TKE, angles), v_TKE
-
-    def _normed(self, x_TH: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
-        return normed_linear(x_TH, norm, weight, self.config.rms_eps).to(norm.dtype)
-
-
-def unroll(weights: MtpWeights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch, plan: UnrollPlan,
-           recompute: bool = False) -> Iterator[Tensor]:
-    """States [R_s, H] of each step with roots, as `lm_head` reads them, on true tokens; after step 0 from the layer's
-    own states. Step 0 reads the last layer of `documents.aux`. Other positions than roots compute keys and values
-    only."""
-    token_TH = weights.tokens(embed_VH.index_select(0, documents.token_ids))
-    # 1. Position i pairs with token i+1, position 0 with none. The last position of a document has no such token; no
-    #    root attends to its key.
-    next_TH = torch.cat([token_TH[1:], token_TH[-1:]]).masked_fill(plan.positions.eq(0)[:, None], 0.0)
-    x_TH = weights.states(documents.aux[:, -1]) + next_TH
-    shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
-    own: list[tuple[Tensor, Tensor]] = []  # rotated keys and values of the roots at steps 1 .. s
-    x_RH = state_RH = gather_rows(x_TH, plan.roots)
-    for step, alive in enumerate(plan.alive):
-        if alive == 0:
-            return
-        roots = plan.roots[:alive]
-        angles = rotary.at(plan.positions[roots] + step)
-        if step > 0:  # 2. the layer's own state replaces the target's; the token is the true one
-            x_RH = weights.states(leading_rows(state_RH, alive)) + gather_rows(token_TH, roots + 1 + step)
-            own.append(weights.keys(x_RH, angles))
-        # 3. Attention over the document's keys of step 0 and the root's own, the MLP, the norm before lm_head.
-        attended = attend(weights.queries(x_RH, angles), shared, own)
-        hidden_RH = weights.post_attention(x_RH, attended.flatten(1), recompute)
-        state_RH = rms_norm(hidden_RH, weights.final_norm, weights.config.rms_eps)
-        yield state_RH
-
-
-class UnrolledPrediction(Objective[MtpDrafter]):
+class UnrolledPrediction(FeatureObjective):
     """Trains an MtpDrafter on the target's distributions, unrolled as EAGLE-3 (`eagle3.drafter.TrainingTimeTest`)."""
-
-    def __init__(self, drafter: MtpDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
-                 dtype: torch.dtype) -> None:
-        super().__init__(drafter, drafter.config.vocab_size, embeddings.output_head, spec, dtype=dtype)
-        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
-        self._spec = spec
-        self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training, some roots unrolled; in evaluation all roots and steps."""
@@ -167,41 +82,37 @@ class UnrolledPrediction(Objective[MtpDrafter]):
 
     def flops(self, plan: UnrollPlan) -> int:
         """The output matrix has no gradient, nor have the states and embeddings of step 0."""
-        config, tokens, hidden = self.drafter.config, plan.positions.numel(), self.drafter.config.hidden_size
+        config: TargetConfig = self.drafter.config
+        tokens, hidden = plan.positions.numel(), config.hidden_size
         kv = 2 * config.num_kv_heads * config.head_dim
         once = tokens * hidden * (2 * 2 * hidden + 3 * kv) * 2  # input_proj, k and v of every position
         later = 6 * (plan.num_predictions - plan.alive[0]) * hidden * hidden  # the state's half of input_proj
         head = 2 * hidden * config.vocab_size * (2 * plan.num_predictions + plan.target_positions.numel())
         return once + later + head + layer_flops(config, plan.num_predictions, plan.num_visible)
 
-    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
-        """States of every root and step."""
-        weights = self.drafter.mtp_weights(self.dtype)
-        states = tuple(unroll(weights, self._rotary, self._embed_VH, documents, plan, self._recompute))
-        return Prediction(states, self._head_VH,
-                          computed=sum(round_up_rows(alive, self.device) for alive in plan.alive if alive))
 
+class MtpProposer(layer_proposer.LayerProposer):
+    """An MtpDrafter with its target's embedding and output matrix, for decoding, with norms folded into the matrices
+    that follow them."""
 
-class _MtpInferenceLayer:
-    """`InferenceLayer` of one MTP layer, with norms folded into the matrices that follow them."""
-
+    @torch.inference_mode()
     def __init__(self, drafter: MtpDrafter, target: TargetModel) -> None:
-        weights, config, dtype = drafter.mtp_weights(torch.float32), drafter.config, target.dtype
-        self._eps, self._target = torch.tensor(config.rms_eps, dtype=dtype), target
-        self._state = Linear((weights.state * weights.state_norm).to(dtype))
-        token = Linear((weights.token * weights.token_norm).to(dtype))
-        self._token = layer_proposer.TokenProjection(
+        """Drafting computes in the target's dtype."""
+        layer, config, dtype = drafter.feature_layer(torch.float32), drafter.config, target.dtype
+        super().__init__(config, (target.config.num_layers,), dtype, layer.post_attention)
+        self._target, self._final_norm = target, drafter.final_layernorm.weight.detach().to(dtype)
+        self._state = Linear((layer.state.weight * drafter.hidden_layernorm.weight).to(dtype))
+        token = Linear((layer.token.weight * drafter.token_layernorm.weight).to(dtype))
+        self._token = layer_proposer.token_projection(
             target.embed_weight, lambda embed_TH: token(rms_normalise(embed_TH, self._eps)), config.hidden_size)
-        rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
-        qkv_QH, bias_Q1 = (layer_proposer.adjacent_rotary_pairs(matrix, rotated, head_dim) for matrix in (
-            torch.cat([weights.query, weights.key_value]) * weights.input_norm,
-            torch.cat([weights.query_bias, weights.key_value_bias])[:, None].float()))
+        qkv_QH, bias_Q1 = (self.adjacent_pairs(matrix) for matrix in (
+            torch.cat([layer.query.weight, layer.key_value.weight]) * drafter.input_layernorm.weight,
+            torch.cat([projection.bias for projection in (
+                drafter.self_attn.q_proj, drafter.self_attn.k_proj, drafter.self_attn.v_proj)])[:, None].float()))
         self._qkv = Linear(qkv_QH.to(dtype), bias_Q1[:, 0].to(dtype))
-        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
-        self._final_norm = weights.final_norm.to(dtype)
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        return aux_TAH[:, 0].to(self._eps.dtype)
+        return aux_TAH[:, 0].to(self._dtype)
 
     def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H], and its q, k, v [T, Q]."""
@@ -209,23 +120,10 @@ class _MtpInferenceLayer:
         x_TH = self._state.add(rms_normalise(hidden_TH, self._eps), token_TH)
         return x_TH, self._qkv(rms_normalise(x_TH, self._eps))
 
-    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        return self._post_attention(residual_TH, attended_TQ)
-
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits of a state [T, V], and the state."""
         state_TH = rms_normalise(hidden_TH, self._eps) * self._final_norm
         return self._target.logits(state_TH), state_TH
-
-
-class MtpProposer(layer_proposer.LayerProposer):
-    """An MtpDrafter with its target's embedding and output matrix, for decoding."""
-
-    def __init__(self, drafter: MtpDrafter, target: TargetModel) -> None:
-        """Drafting computes in the target's dtype."""
-        with torch.inference_mode():
-            layer = _MtpInferenceLayer(drafter, target)
-        super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """As `LayerProposer`; the pair at position 0 has no token."""
@@ -256,26 +154,8 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     return drafter
 
 
-def save(directory: Path, drafter: MtpDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    config = decoder_json(drafter.config, ARCHITECTURE, dtype) | {
-        "attention_bias": True, "num_nextn_predict_layers": 1, "eyrie": {"drafter": MARK}}
-    tensors = {MTP_LAYER + name: tensor for name, tensor in drafter.state_dict().items()}
-    checkpoint.write_checkpoint(directory, config, checkpoint.as_stored(tensors, dtype), card)
+save = partial(save_layers, "mtp", prefix=MTP_LAYER, more={
+    "attention_bias": True, "num_nextn_predict_layers": 1, "eyrie": {"drafter": MARK}})
+load = partial(load_layers, MtpDrafter, "mtp", prefix=MTP_LAYER)
 
-
-def load(directory: Path, target: TargetConfig | None = None) -> MtpDrafter:
-    """Read and check a layer, for this target if one is given. Raises as `checkpoint.read_checkpoint`."""
-    _, config, tensors = checkpoint.read_checkpoint(directory, "mtp", target)
-    with torch.device("meta"):
-        drafter = MtpDrafter(config)
-    drafter.load_state_dict({name.removeprefix(MTP_LAYER): tensor for name, tensor in tensors.items()}, strict=True,
-                            assign=True)
-    return drafter
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    return MtpProposer(load(directory, target.config), target)
-
-
-FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, _load_proposer,
-                              validator_by_loading("mtp", load))
+FAMILY = FamilyImplementation("mtp", _create, UnrolledPrediction, save, load, MtpProposer)

@@ -67,37 +67,32 @@ class Text:
         return copied
 
 
-@dataclass
-class NgramState:
-    texts: list[Text]
-
-
 class NgramDrafter:
-    """`speculation.protocol.Drafter` from the text only."""
+    """`speculation.protocol.Drafter` from the text only. The state is the text of each row."""
 
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1
 
-    def new_state(self, num_rows: int) -> NgramState:
-        return NgramState([Text() for _ in range(num_rows)])
+    def new_state(self, num_rows: int) -> list[Text]:
+        return [Text() for _ in range(num_rows)]
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Start the row's text with the first token; the pairs of `extend` contain the others."""
-        assert isinstance(state, NgramState)
-        state.texts[row] = Text()
-        state.texts[row].append(prompt[0])
+        assert isinstance(state, list)
+        state[row] = Text()
+        state[row].append(prompt[0])
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        assert isinstance(state, NgramState)
+        assert isinstance(state, list)
         for row, tokens in zip(pairs.rows, pairs.tokens, strict=True):
             for token in tokens:
-                state.texts[row].append(token)
+                state[row].append(token)
 
     def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One trie per row, from its first `top_k` matches."""
-        assert isinstance(state, NgramState)
-        return tree_of_rows([_trie(state.texts[row], shape) for row in rows])
+        assert isinstance(state, list)
+        return tree_of_rows([_trie(state[row], shape) for row in rows])
 
 
 def _trie(text: Text, shape: DraftTreeShape) -> tuple[list[int], list[int]]:

@@ -24,13 +24,13 @@ from eyrie_api.contract.drafter import DrafterSpec, PublishedDrafter
 from eyrie_api.contract.families import VARIANT_FIELDS
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.planning.drafter_forms import INIT_FROM, UNSERVED, own_settings, require_agreement
+from eyrie_api.planning.drafter_rules import Target
 from eyrie_api.planning.sglang_support import MARK, mtp_tensors
 from eyrie_workers.drafters.card import weights_digest
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config, write_checkpoint
 from eyrie_workers.drafters.export import convert_directory
 from eyrie_workers.drafters.family import FamilyImplementation, Layers, family_of
-from eyrie_workers.drafters.validation import read_target
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -65,7 +65,7 @@ def adopt(source: Path, out: Path, target: Path) -> FamilyImplementation:
     """Write the drafter in `source` to `out` as a checkpoint, replacing an existing one; returns its family. Raises
     CheckpointInvalid for a drafter that does not fit `target` or whose form no family reads, with all faults;
     ArtifactMissing and ArtifactCorrupt for files that cannot be read."""
-    described = read_target(target)
+    described = Target(target, read_json(target / "config.json"))
     try:
         convert_directory(source, out, described.architecture, described.num_layers)
     except InvalidInput as fault:
@@ -102,7 +102,7 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
     another family, or of other values than the spec sets, naming both; and what `published.fetch` and `published.adopt`
     raise."""
     assert spec.head is not None
-    if family.load is None:
+    if not family.row.continues:
         raise InvalidInput(f"{INIT_FROM} is set, and training of {family.name} drafters cannot continue from a "
                            "checkpoint", "leave it out, or train another family")
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +110,7 @@ def load_head(spec: DrafterSpec, family: FamilyImplementation, target: Path) -> 
         actual = adopt(fetch(INIT_FROM, spec.head.path, spec.head.revision), directory, target)
         config = read_config(directory)
         require_agreement(spec, actual.name, config)
-        module, digest = family.load(directory).float(), weights_digest(directory)
+        module, digest = family.load(directory, None).float(), weights_digest(directory)
     own = own_settings(family.name, config)
     vocabulary = None if family.row.whole_vocabulary else getattr(module, "vocabulary", None)
     flags = {field: own[field] for field in VARIANT_FIELDS if field in own}
@@ -122,7 +122,7 @@ def layers_of_head(head: PublishedDrafter, target: Path) -> Layers:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "head"
         family = adopt(fetch(INIT_FROM, head.path, head.revision), directory, target)
-        if family.load is None:
+        if not family.row.continues:
             return ()
-        family.load(directory)  # refuses what training would refuse
+        family.load(directory, None)  # refuses what training would refuse
         return own_settings(family.name, read_config(directory)).get("aux_layers", ())

@@ -30,7 +30,7 @@ signs of the same directions 2.51 and .61: the spread of two runs), against 2.05
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,19 +38,16 @@ from torch import Tensor, nn
 
 from eyrie_api.contract.drafter import DrafterSpec
 from eyrie_api.contract.engine import DraftTreeShape
-from eyrie_api.contract.families import FAMILIES
 from eyrie_api.contract.training import TrainSpec
-from eyrie_workers.drafters import checkpoint, kv_cache
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.decoder import DecoderLayer, Norm, decoder_config, decoder_json, layer_flops
+from eyrie_workers.drafters import kv_cache
+from eyrie_workers.drafters.decoder import DecoderLayer, decoder_config, layer_flops, load_layers, save_layers
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
-from eyrie_workers.drafters.validation import validator_by_loading
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
-from eyrie_workers.targets.causal_attention import packed_causal, starts_of
+from eyrie_workers.targets.causal_attention import CausalAttention, packed_causal, starts_of
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -61,7 +58,6 @@ from eyrie_workers.training.numerics import rms_norm
 from eyrie_workers.training.objective import Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
-ARCHITECTURE = FAMILIES["standalone"].architecture
 _NUM_LAYERS = 2
 
 
@@ -70,7 +66,7 @@ class _Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = Norm(config.hidden_size)
+        self.norm = nn.RMSNorm(config.hidden_size)
 
 
 class StandaloneDrafter(nn.Module):
@@ -147,17 +143,19 @@ class StandaloneProposer:
 
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: TargetModel) -> None:
+    def __init__(self, drafter: StandaloneDrafter, target: TargetModel) -> None:
+        """Drafting computes in the target's dtype, on its device."""
         self.branch_keys: BranchKeys = "ancestors"
         self.reads_first_token = True
         """SGLang's STANDALONE pairs each position with the following token, as EAGLE does, and so never reads the first
         token of a text. False reproduces that."""
-        self._model = model
-        self.max_length = model.config.max_position_embeddings
+        self._model = TargetModel(drafter.config, {name: tensor.to(target.device, target.dtype)
+                                                   for name, tensor in drafter.state_dict().items()})
+        self.max_length = drafter.config.max_position_embeddings
 
     def new_state(self, num_rows: int) -> StandaloneState:
         config, dtype = self._model.config, self._model.dtype
-        return StandaloneState(kv_cache.DrafterKVCache(config, num_rows, dtype),
+        return StandaloneState(kv_cache.DrafterKVCache(config, config.num_layers, num_rows, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
@@ -173,8 +171,14 @@ class StandaloneProposer:
                  for row, length, tokens in zip(pairs.rows, lengths, pairs.tokens, strict=True)]
         chosen, num_new = kv_cache.RowLengths.of(pairs.rows, lengths), max(map(len, texts))
         tokens_BT = upload([[*text, *[0] * (num_new - len(text))] for text in texts])
-        attend: Attend = (kv_cache.PromptTokens(state.cache, chosen, num_new) if lengths == [0]
-                          else kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new)))
+        attend: Attend
+        if lengths == [0]:  # the first tokens of one row, without the mask of N * N elements
+            cache = state.cache
+            cache.reserve(num_new)
+            attend = CausalAttention(self._model.config, [num_new], self._model.dtype, self._model.device,
+                                     lambda layer, kv: cache.write(layer, chosen, kv[None]))
+        else:
+            attend = kv_cache.NewTokens(state.cache, chosen, num_new, kv_cache.causal_mask(chosen, num_new))
         positions_BT = chosen.lengths_B1 + torch.arange(num_new)  # padding included: it is overwritten
         _, states = self._model.run(tokens_BT.flatten(), positions_BT.flatten(), attend)
         last_B = upload([row * num_new + len(text) - 1 for row, text in enumerate(texts)])
@@ -230,32 +234,8 @@ def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
     own_Vh[:, :width] = rows_VH @ directions_HH.flip(1)[:, :width].to(rows_VH.dtype)
 
 
-def _save(directory: Path, drafter: StandaloneDrafter, dtype: str, card: Card | None) -> None:
-    checkpoint.write_checkpoint(directory, decoder_json(drafter.config, ARCHITECTURE, dtype),
-                                checkpoint.as_stored(drafter.state_dict(), dtype), card)
-
-
-def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetConfig, dict[str, Tensor]]:
-    """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
-    CheckpointInvalid."""
-    _, config, tensors = checkpoint.read_checkpoint(directory, "standalone", target)
-    return config, tensors
-
-
-def _load_drafter(directory: Path) -> StandaloneDrafter:
-    config, tensors = load(directory)
-    drafter = StandaloneDrafter(config)
-    drafter.load_state_dict(tensors)
-    return drafter
-
-
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    config, tensors = load(directory, target.config)
-    return StandaloneProposer(TargetModel(
-        config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()}, directory))
-
-
 # 130 steps of 1024 tokens: theoretical speed-up (loss) 2.25 (1.76) at 1e-3, 2.39 (1.66) at 2e-3, 2.49 (1.72) at 3e-3;
 # from random matrices 1.82 at 1e-3, 2.05 at 2e-3, 1.52 at 3e-3, 1.28 at 6e-3.
-FAMILY = FamilyImplementation("standalone", _create, Distillation, _save, _load_proposer,
-                              validator_by_loading("standalone", load), load=_load_drafter, learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "standalone", _create, Distillation, partial(save_layers, "standalone"),
+    partial(load_layers, StandaloneDrafter, "standalone"), StandaloneProposer, learning_rate=2e-3)

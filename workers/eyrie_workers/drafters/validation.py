@@ -2,7 +2,7 @@
 family. Rules over config.json alone are in `eyrie_api.planning.drafter_rules`.
 
 EAGLE-3 has a validator of its own (`drafters.eagle3.directory`). The loaders of the other families refuse everything
-that breaks the contract, so their validator is `validator_by_loading`.
+that breaks the contract, so they are validated by loading (`rules_by_loading`).
 
 A drafter loads and runs next to another revision, tokenizer or layer count of its target. The card written at export
 identifies the target by digest; without a card only the sizes in the two `config.json` can be compared. Only the
@@ -21,7 +21,7 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.planning.drafter_rules import DTYPES, Finding, Target, error, vocabulary_rules, warning
 from eyrie_api.planning.sglang_support import MTP_ARCHITECTURES, Unlaunchable, context_length
 from eyrie_workers.drafters.card import TOKENIZER, Card, hub_revision
-from eyrie_workers.targets.config import TargetConfig, describe_config, read_json
+from eyrie_workers.targets.config import TargetConfig, describe_config
 from eyrie_workers.targets.loading import target_digest
 
 
@@ -39,11 +39,6 @@ def value_rules(parameters: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 _HALVES = {"bfloat16", "float16"}
-
-
-def read_target(path: Path) -> Target:
-    """The target in directory `path`. Raises TargetNotFound without a config."""
-    return Target(path, read_json(path / "config.json"))
 
 
 def context_rules(config: Mapping[str, Any], target: Target | None, context: int | None,
@@ -100,30 +95,24 @@ Validator = Callable[[ValidationRequest], Iterator[Finding]]
 """All findings about a drafter of a family's architecture."""
 
 
-def validator_by_loading(family: str, load: Callable[[Path, TargetConfig | None], object]) -> Validator:
-    """The validator of a family whose loader refuses every directory that breaks its contract.
-
-    load   strict loader; checks the fit with the given target. Raises EyrieError with a hint.
-    """
-
-    def validate(request: ValidationRequest) -> Iterator[Finding]:
-        config, card, target = request.config, request.card, request.target
-        if card is not None and card.family != family:
-            yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
-                        "export the drafter again")
-        try:
-            load(request.directory, None if target is None else describe_config(target.config))
-        except EyrieError as fault:
-            yield error("contract", fault.message, fault.hint)
-            return
-        yield from value_rules(request.tensors)
-        if "max_position_embeddings" in config:
-            yield from context_rules(config, target, request.context, card)
-        if target is not None:
-            yield from vocabulary_rules(config, target)
-            yield from target_rules(request, target)
-
-    return validate
+def rules_by_loading(family: str, load: Callable[[Path, TargetConfig | None], object],
+                     request: ValidationRequest) -> Iterator[Finding]:
+    """Findings about a drafter whose `FamilyImplementation.load` refuses what breaks the contract of its family."""
+    config, card, target = request.config, request.card, request.target
+    if card is not None and card.family != family:
+        yield error("card-disagrees", f"its card is of a {card.family} drafter, its config.json of a {family} one",
+                    "export the drafter again")
+    try:
+        load(request.directory, None if target is None else describe_config(target.config))
+    except EyrieError as fault:
+        yield error("contract", fault.message, fault.hint)
+        return
+    yield from value_rules(request.tensors)
+    if "max_position_embeddings" in config:
+        yield from context_rules(config, target, request.context, card)
+    if target is not None:
+        yield from vocabulary_rules(config, target)
+        yield from target_rules(request, target)
 
 
 def target_rules(request: ValidationRequest, target: Target) -> Iterator[Finding]:

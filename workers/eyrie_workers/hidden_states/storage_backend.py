@@ -12,10 +12,9 @@ import hashlib
 import mmap
 import os
 import threading
-from collections import OrderedDict
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from pydantic import ValidationError
@@ -32,47 +31,11 @@ _MAX_OPEN = 4096  # open mappings, at most; Linux allows a process 65530
 _END_BYTES = 256 * 1024  # the record of a shard of 256 MiB is smaller, so that one request reads it
 
 
-class StorageBackend(Protocol):
-    @property
-    def name(self) -> str:
-        """Name of the store in messages."""
-
-    @property
-    def parallel(self) -> int:
-        """Useful number of concurrent reads; 1 where latency does not dominate."""
-
-    def file(self, name: str) -> bytes | None:
-        """The bytes of a small file, None when it does not exist."""
-
-    def shards(self) -> list[str]:
-        """Names of the existing shards, in order."""
-
-    def size(self, shard: str) -> int | None:
-        """Bytes of a shard, None when it does not exist."""
-
-    def read(self, shard: str, start: int, length: int) -> Tensor:
-        """[B] uint8: bytes [start, start + length), fewer at the end of the shard. Raises ArtifactMissing."""
-
-    def note_damage(self, shard: str, why: str) -> None:
-        """Write a damage note for capture to find, if the store is writable."""
-
-    def notes(self) -> dict[str, str]:
-        """The damage notes: why, by shard."""
-
-    def add(self, shard: str, part: Path) -> None:
-        """Make a shard visible that is complete in the file `part`, flushed to disk, and remove the shard's damage
-        note. The file is gone afterwards. Several threads may add different shards. Raises ArtifactCorrupt when the
-        store does not return what was uploaded, StoreUnavailable after waiting for the store."""
-
-    def path(self, shard: str) -> Path | None:
-        """The shard's file on this machine; None where there is none."""
-
-
 def note_name(shard: str) -> str:
     return Path(shard).stem + DAMAGED_SUFFIX
 
 
-def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
+def read_shard_end(backend: "StorageBackend", shard: str) -> ShardEnd | None:
     """A shard's format and record, read from its end; None for a file that is not a complete shard."""
     size = backend.size(shard) or 0
     tail = backend.read(shard, max(0, size - _END_BYTES), _END_BYTES).numpy().tobytes() if size else b""
@@ -92,7 +55,7 @@ def read_shard_end(backend: StorageBackend, shard: str) -> ShardEnd | None:
     return end if whole else None
 
 
-def open_backend(where: str | Path) -> StorageBackend:
+def open_backend(where: str | Path) -> "StorageBackend":
     """The backend of a directory or of `s3://bucket/prefix`; a directory may hold a file with such an address."""
     place = open_place(str(where)) if "://" in str(where) else place_of(Path(where))
     return LocalBackend(Path(where)) if place is None else ObjectStoreBackend(*place)
@@ -102,55 +65,53 @@ class LocalBackend:
     """A store in a directory, memory-mapped: the page cache, not this process, decides what stays in memory."""
 
     parallel = 1
+    """Useful number of concurrent reads; 1 where latency does not dominate."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = Path(directory)
-        self._open: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return str(self._directory)
+        self._directory, self.name = Path(directory), str(directory)
+        self._map = lru_cache(_MAX_OPEN)(self._mapped)
 
     def file(self, name: str) -> bytes | None:
+        """The bytes of a small file, None when it does not exist."""
         path = self._directory / name
         return path.read_bytes() if path.is_file() else None
 
     def shards(self) -> list[str]:
+        """Names of the existing shards, in order."""
         return sorted(path.name for path in self._directory.glob(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
+        """Bytes of a shard, None when it does not exist."""
         path = self._directory / shard
         return path.stat().st_size if path.is_file() else None
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """See `StorageBackend`. A view of a private mapping: writing to it does not change the file."""
-        with self._lock:
-            if shard not in self._open:
-                self._open[shard] = self._map(shard)
-            self._open.move_to_end(shard)
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-            return self._open[shard][start:start + length]
+        """[B] uint8: bytes [start, start + length), fewer at the end of the shard; a view of a private mapping, so that
+        writing to it does not change the file. Raises ArtifactMissing."""
+        return self._map(shard)[start:start + length]
 
     def note_damage(self, shard: str, why: str) -> None:
+        """Write a damage note for capture to find, if the store is writable."""
         with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
             (self._directory / note_name(shard)).write_text(why + "\n")
 
     def notes(self) -> dict[str, str]:
+        """The damage notes: why, by shard."""
         return {path.with_suffix(_SHARD_SUFFIX).name: path.read_text().strip()
                 for path in self._directory.glob(f"shard-*{DAMAGED_SUFFIX}")}
 
     def add(self, shard: str, part: Path) -> None:
+        """Make a shard visible that is complete in the file `part`, flushed to disk, and remove the shard's damage
+        note. The file is gone afterwards. Several threads may add different shards."""
         os.replace(part, self._directory / shard)
-        with self._lock:
-            self._open.pop(shard, None)  # of the file that was replaced
+        self._map.cache_clear()  # of the file that was replaced
         (self._directory / note_name(shard)).unlink(missing_ok=True)
 
     def path(self, shard: str) -> Path | None:
+        """The shard's file on this machine; None where there is none."""
         return self._directory / shard
 
-    def _map(self, shard: str) -> Tensor:
+    def _mapped(self, shard: str) -> Tensor:
         try:
             with (self._directory / shard).open("rb") as file:
                 # ACCESS_COPY, because torch.frombuffer warns about read-only buffers; no code writes to it.
@@ -163,21 +124,13 @@ class LocalBackend:
 
 
 class ObjectStoreBackend:
-    """A store below a prefix of an artifact store, read in ranges."""
+    """A store below a prefix of an artifact store, read in ranges; the members of `LocalBackend`."""
 
     def __init__(self, store: ArtifactStore, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix.rstrip("/")
+        self._store, self.parallel, self._prefix = store, store.parallel, prefix.rstrip("/")
+        self.name = f"{store.url}/{self._prefix}"
         self._sizes: dict[str, int] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return f"{self._store.url}/{self._prefix}"
-
-    @property
-    def parallel(self) -> int:
-        return self._store.parallel
 
     def file(self, name: str) -> bytes | None:
         try:
@@ -189,7 +142,7 @@ class ObjectStoreBackend:
         return sorted(name for name in self._listed() if Path(name).match(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
-        """See `StorageBackend`. From one listing, made at the first call."""
+        """From one listing, made at the first call."""
         return self._listed().get(shard)
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
@@ -205,6 +158,7 @@ class ObjectStoreBackend:
                 for name in self._listed() if Path(name).match(f"shard-*{DAMAGED_SUFFIX}")}
 
     def add(self, shard: str, part: Path) -> None:
+        """Raises ArtifactCorrupt when the store does not return what was uploaded, StoreUnavailable after waiting."""
         size_bytes = part.stat().st_size
 
         def has_an_end() -> bool:
@@ -223,3 +177,6 @@ class ObjectStoreBackend:
                 self._sizes = {stored.key.removeprefix(f"{self._prefix}/"): stored.size_bytes
                                for stored in self._store.list(self._prefix)}
             return self._sizes
+
+
+StorageBackend = LocalBackend | ObjectStoreBackend

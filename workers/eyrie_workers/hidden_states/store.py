@@ -97,26 +97,21 @@ class _Piece:
     block: Block
 
 
-def open_features(where: str | Path) -> "FeatureStore":
-    """The store in a directory, or below `s3://bucket/prefix` (credentials as in `artifacts.store`)."""
-    return FeatureStore(open_backend(where))
-
-
 class FeatureStore:
     """Random access to the rows of a store, in the order they were captured."""
 
-    def __init__(self, backend: Path | StorageBackend) -> None:
-        """Open a store. Raises ArtifactMissing when there is none, StoreDamaged for a missing or cut shard, and
-        ArtifactCorrupt when the index cannot be read."""
-        self._backend: StorageBackend = LocalBackend(backend) if isinstance(backend, Path) else backend
-        index = _read_index(self._backend)
+    def __init__(self, where: str | Path | StorageBackend) -> None:
+        """Open a store: as `open_backend`, unless its backend is given. Raises ArtifactMissing when there is none,
+        StoreDamaged for a missing or cut shard, and ArtifactCorrupt when the index cannot be read."""
+        self.backend = open_backend(where) if isinstance(where, str | Path) else where
+        index = _read_index(self.backend)
         self.format: StoreFormat = index.layout
         self.digest = digest_bytes((index.model_dump_json(indent=2) + "\n").encode())
         """Digest of the index, and with it of every byte of the store; equal to that of `index.json`."""
 
         self._shards = index.shards
         self._row_starts = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._maps: dict[int, ShardMap] = {}
+        self._maps = [ShardMap(shard, self.format) for shard in self._shards]
         self._checked: set[tuple[int, int]] = set()
         self._tokens: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
@@ -124,10 +119,6 @@ class FeatureStore:
             damage = self._check_size(number)
             if damage is not None:
                 raise self._damaged(damage)
-
-    @property
-    def backend(self) -> StorageBackend:
-        return self._backend
 
     @property
     def num_rows(self) -> int:
@@ -147,19 +138,19 @@ class FeatureStore:
 
     @property
     def size_bytes(self) -> int:
-        return sum(_shard_size(self._map(number), self.format) for number in range(len(self._shards)))
+        return sum(_shard_size(each, self.format) for each in self._maps)
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without reading its states."""
         number, within = self._find(index)
-        first, last = self._map(number).row_tokens[within: within + 2]
+        first, last = self._maps[number].row_tokens[within: within + 2]
         with self._lock:
             cached = self._tokens.get(number)
             if cached is not None:
                 self._tokens.move_to_end(number)
         if cached is None:
             count = self._shards[number].tokens
-            data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
+            data = self.backend.read(self._shards[number].name, 0, self._maps[number].tokens_size)
             self._check(number, 0, data, self._rows_of(number))
             cached = data[: 4 * count].view(torch.int32).to(torch.int64), data[4 * count: 5 * count].to(torch.bool)
             with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
@@ -168,20 +159,15 @@ class FeatureStore:
                     self._tokens.popitem(last=False)
         return cached[0][first:last], cached[1][first:last]
 
-    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
-             into: Buffers | None = None) -> PackedBatch:
-        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `format.dtype`).
-
-        into   memory for the states; its dtype overrides `dtype`, and the returned states are views of its beginning.
-        """
-        wanted = [(self._pieces(index), *self.tokens(index)) for index in rows]
-        fmt, dtype = self.format, dtype or self.format.dtype
+    def read(self, rows: Sequence[int], into: Buffers | None = None) -> PackedBatch:
+        """Some rows end to end, in that order, decoded to `format.dtype`, or to the memory and dtype of `into`."""
+        wanted, fmt = [(self._pieces(index), *self.tokens(index)) for index in rows], self.format
         pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
         num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
         keeps = fmt.final_state == "keep"
         if into is None:
-            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype)
-            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
+            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=fmt.dtype)
+            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=fmt.dtype)
         else:
             aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
         topk_parts = []
@@ -207,7 +193,7 @@ class FeatureStore:
                  for piece, data in zip(pieces, self._fetch(pieces), strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
+    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order, with up to `ahead` batches prefetched.
 
@@ -221,8 +207,8 @@ class FeatureStore:
         pool = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="eyrie-features")
         try:
             for group in groups:
-                into = self._buffers_for(group, dtype, spare) if reuse else None
-                waiting.append((pool.submit(self.read, group, dtype, into), into))
+                into = self._buffers_for(group, spare) if reuse else None
+                waiting.append((pool.submit(self.read, group, into), into))
                 if len(waiting) > ahead:
                     yield from _next_batch(waiting, spare)
             while waiting:
@@ -230,7 +216,7 @@ class FeatureStore:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _buffers_for(self, group: Sequence[int], dtype: torch.dtype | None, spare: list[Buffers]) -> Buffers:
+    def _buffers_for(self, group: Sequence[int], spare: list[Buffers]) -> Buffers:
         num_tokens = 0
         for index in group:
             number, within = self._find(index)
@@ -239,29 +225,28 @@ class FeatureStore:
             return spare.pop()
         if spare:  # too small: replaced by a larger one, so the number of buffers stays bounded
             spare.pop()
-        states = (num_tokens, len(self.format.aux_layers), self.format.hidden_size)
+        num_layers, hidden = len(self.format.aux_layers), self.format.hidden_size
         # Pinned, so that the copy to the GPU runs while the previous batch is trained on.
-        pinned = torch.cuda.is_available()
-        return Buffers(torch.empty(states, dtype=dtype or self.format.dtype, pin_memory=pinned),
-                       torch.empty(num_tokens, self.format.hidden_size, dtype=dtype or self.format.dtype,
-                                   pin_memory=pinned))
+        pinned, dtype = torch.cuda.is_available(), self.format.dtype
+        return Buffers(torch.empty(num_tokens, num_layers, hidden, dtype=dtype, pin_memory=pinned),
+                       torch.empty(num_tokens, hidden, dtype=dtype, pin_memory=pinned))
 
     def damage(self) -> Iterator[Damage]:
         """Read everything; yields each damaged shard and writes its damage note."""
         for number in range(len(self._shards)):
-            shard, layout, damage = self._shards[number], self._map(number), self._check_size(number)
+            shard, layout, damage = self._shards[number], self._maps[number], self._check_size(number)
             if damage is None:
                 first = self._row_starts[number]
                 ranges = [(0, layout.tokens_size, self._rows_of(number)), *(
                     (block.offset, block.size, range(index, index + 1))
                     for index, blocks in enumerate(layout.rows, first) for block in blocks)]
                 wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
-                         if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
+                         if short_digest(self.backend.read(shard.name, start, size).numpy().data) != digest]
                 if not wrong:
                     continue
                 damage = Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
                                 "its bytes differ from their digest")
-            self._backend.note_damage(damage.shard, str(damage))
+            self.backend.note_damage(damage.shard, str(damage))
             yield damage
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -272,12 +257,7 @@ class FeatureStore:
 
     def _pieces(self, index: int) -> list[_Piece]:
         number, within = self._find(index)
-        return [_Piece(number, within, block) for block in self._map(number).rows[within]]
-
-    def _map(self, number: int) -> ShardMap:
-        if number not in self._maps:
-            self._maps[number] = ShardMap(self._shards[number], self.format)
-        return self._maps[number]
+        return [_Piece(number, within, block) for block in self._maps[number].rows[within]]
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """The bytes of each block, verified; adjacent blocks are read together."""
@@ -298,7 +278,7 @@ class FeatureStore:
             first, final = pieces[group[0]], pieces[group[-1]]
             start = first.block.offset
             size = final.block.offset + final.block.size - start
-            data = self._backend.read(self._shards[first.shard].name, start, size)
+            data = self.backend.read(self._shards[first.shard].name, start, size)
             for i in group:
                 piece = pieces[i]
                 part = data[piece.block.offset - start: piece.block.offset - start + piece.block.size]
@@ -306,11 +286,11 @@ class FeatureStore:
                 self._check(piece.shard, piece.block.number + 1, part, range(row, row + 1))
                 verified[i] = part
 
-        if self._backend.parallel == 1 or len(groups) == 1:
+        if self.backend.parallel == 1 or len(groups) == 1:
             for group in groups:
                 read(group)
         else:
-            with ThreadPoolExecutor(min(self._backend.parallel, len(groups)), "eyrie-ranges") as pool:
+            with ThreadPoolExecutor(min(self.backend.parallel, len(groups)), "eyrie-ranges") as pool:
                 list(pool.map(read, groups))
         return verified
 
@@ -322,7 +302,7 @@ class FeatureStore:
         if short_digest(data.numpy().data) != shard.digests[digest]:
             raise self._damaged(Damage(shard.name, rows, "its bytes differ from their digest"))
         # Local bytes are verified once; ranges from the network may be damaged at any transfer.
-        if isinstance(self._backend, LocalBackend):
+        if isinstance(self.backend, LocalBackend):
             self._checked.add((number, digest))
 
     def _rows_of(self, number: int) -> range:
@@ -330,14 +310,14 @@ class FeatureStore:
 
     def _check_size(self, number: int) -> Damage | None:
         name, rows = self._shards[number].name, self._rows_of(number)
-        size, wanted = self._backend.size(name), _shard_size(self._map(number), self.format)
+        size, wanted = self.backend.size(name), _shard_size(self._maps[number], self.format)
         if size is None:
             return Damage(name, rows, "it is missing")
         return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
 
     def _damaged(self, damage: Damage) -> StoreDamaged:
-        self._backend.note_damage(damage.shard, str(damage))
-        return StoreDamaged(self._backend.name, damage)
+        self.backend.note_damage(damage.shard, str(damage))
+        return StoreDamaged(self.backend.name, damage)
 
 
 def _next_batch(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
@@ -424,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("store", help="directory, or s3://bucket/prefix")
     count = 0
     try:
-        store = open_features(parser.parse_args(argv).store)
+        store = FeatureStore(parser.parse_args(argv).store)
         for damage in store.damage():
             print(f"{damage.shard}: {damage}")
             count += 1

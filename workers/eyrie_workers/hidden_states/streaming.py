@@ -179,14 +179,14 @@ class StreamedFeatures:
         ids = self._ids[self._starts[index]:self._starts[index + 1]]
         return ids, torch.arange(ids.numel()) >= self.plan.prompts[index]
 
-    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None) -> PackedBatch:
+    def read(self, rows: Sequence[int]) -> PackedBatch:
         """As `FeatureStore.read`, with the states on the target's device, which computes them now."""
         fmt, keeps, target = self.format, self.format.final_state == "keep", self._loaded_target()
         documents = [TokenRow(self.plan.row_ids[row], *self.tokens(row)) for row in rows]
         lengths = [row.token_ids.numel() for row in documents]
-        num_tokens, dtype = sum(lengths), dtype or fmt.dtype
-        aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype, device=target.device)
-        last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype, device=target.device)
+        num_tokens = sum(lengths)
+        aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=fmt.dtype, device=target.device)
+        last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=fmt.dtype, device=target.device)
         topk_parts, at = [], 0
         for batch in consecutive(lengths, self.plan.batch_tokens):
             computed = compute_pass(target, documents[batch.start:batch.stop], fmt)
@@ -202,7 +202,7 @@ class StreamedFeatures:
             loss_mask=torch.cat([row.loss_mask for row in documents]),
             aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts), lengths=tuple(lengths))
 
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
+    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order; up to `ahead` of them are computed in advance, within `buffer_bytes`.
         A batch counts until the next one is requested.
@@ -210,7 +210,7 @@ class StreamedFeatures:
         reuse   ignored, for the interface of stores: decoding costs little compared with the target's passes.
         """
         num_states = len(self.format.aux_layers) + (self.format.final_state == "keep")
-        token_bytes = num_states * self.format.hidden_size * (dtype or self.format.dtype).itemsize
+        token_bytes = num_states * self.format.hidden_size * self.format.dtype.itemsize
         waiting: deque[tuple[Future[PackedBatch], int]] = deque()
         held, coming, source = 0, None, iter(groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-stream")
@@ -221,7 +221,7 @@ class StreamedFeatures:
                     # Without held states a batch is submitted at any size, or a large one would never be computed.
                     if held and held + size > self.plan.buffer_bytes:
                         break
-                    waiting.append((pool.submit(self._read_ahead, coming, dtype), size))
+                    waiting.append((pool.submit(self._read_ahead, coming), size))
                     held, coming = held + size, None
                     self.most_held_bytes = max(self.most_held_bytes, held)
                 if not waiting:
@@ -239,14 +239,14 @@ class StreamedFeatures:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read_ahead(self, rows: Sequence[int], dtype: torch.dtype | None) -> PackedBatch:
+    def _read_ahead(self, rows: Sequence[int]) -> PackedBatch:
         """`read` in the prefetch thread, and finished: on a GPU in a stream of its own, during the training step."""
         device = self._loaded_target().device
         if device.type != "cuda":
-            return self.read(rows, dtype)
+            return self.read(rows)
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            batch = self.read(rows, dtype)
+            batch = self.read(rows)
         self._stream.synchronize()  # this thread alone waits
         return batch
 

@@ -151,7 +151,7 @@ class FeatureWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._backend = directory, open_backend(directory)
         self.format = fmt
-        self._shards: dict[int, ShardRecord] = {}
+        self.shards: dict[int, ShardRecord] = {}
         self.damaged: dict[str, str] = {}  # shards to be written again, with the reason
         names, notes = self._backend.shards(), self._backend.notes()
         for name, end in zip(names, _ends(self._backend, names), strict=True):
@@ -165,26 +165,22 @@ class FeatureWriter:
                     for key in there if there[key] != wanted[key])
                 raise Conflict(f"{directory} holds hidden states of another format ({differences})",
                                "capture into an empty directory, or delete this one")
-            self._shards[shard_number(name)] = end.record
+            self.shards[shard_number(name)] = end.record
         # Never renamed, so no reader has seen them.
         for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")] if alone else ():
             part.unlink()
 
     @property
-    def shards(self) -> dict[int, ShardRecord]:
-        return dict(self._shards)
-
-    @property
     def num_rows(self) -> int:
-        return sum(shard.rows for shard in self._shards.values())
+        return sum(shard.rows for shard in self.shards.values())
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._backend.size(shard.name) or 0 for shard in self._shards.values())
+        return sum(self._backend.size(shard.name) or 0 for shard in self.shards.values())
 
     def holds(self, number: int, row_ids: Sequence[str]) -> bool:
         """Whether shard `number` is complete. Raises Conflict when it holds other rows than these."""
-        shard = self._shards.get(number)
+        shard = self.shards.get(number)
         if shard is not None and shard.row_ids != tuple(row_ids):
             raise Conflict(f"{self._directory} holds hidden states of other rows",
                            "capture into an empty directory, or delete this one")
@@ -202,7 +198,7 @@ class FeatureWriter:
         # goes last; a kill in between leaves a note on a good shard, which is then written once more.
         record = shard.finish()
         self._backend.add(shard.name, shard.part)
-        self._shards[shard_number(shard.name)] = record
+        self.shards[shard_number(shard.name)] = record
         self.damaged.pop(shard.name, None)
         return record
 
@@ -211,9 +207,9 @@ class FeatureWriter:
 
         Shards elsewhere are not among the files: the index has a digest of each of their blocks.
         """
-        if sorted(self._shards) != list(range(len(self._shards))) or not self._shards or self.damaged:
-            raise ValueError(f"the store in {self._directory} is not complete: it has shards {sorted(self._shards)}")
-        shards = tuple(self._shards[number] for number in sorted(self._shards))
+        if sorted(self.shards) != list(range(len(self.shards))) or not self.shards or self.damaged:
+            raise ValueError(f"the store in {self._directory} is not complete: it has shards {sorted(self.shards)}")
+        shards = tuple(self.shards[number] for number in sorted(self.shards))
         index = StoreIndex(layout=self.format, shards=shards)
         if read_index(self._directory) != index:
             write_model(self._directory / INDEX, index)

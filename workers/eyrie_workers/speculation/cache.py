@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.planning.target_config import SLIDING
-from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import upload
 
@@ -85,6 +84,10 @@ class KVCache:
         """[slots, L, 2G, E] of one layer: keys, then values."""
         return self._layers[layer]
 
+    def write_prompt(self, slot: int, layer: int, kv: Tensor) -> None:
+        """Store a prompt's keys, then values, [T, 2G, E]."""
+        self._layers[layer][slot, :kv.shape[0]] = kv
+
     def commit(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
         """Copy accepted nodes to their text positions: node nodes[b][d] of slots[b], stored at starts[b] + node, goes
         to starts[b] + d. Rows whose nodes are already in place cost nothing."""
@@ -112,27 +115,6 @@ class KVCache:
     def copy_slot(self, source: int, target: int, length: int) -> None:
         for buffer in self._buffers:
             buffer[:, target, :length] = buffer[:, source, :length]
-
-
-class PrefillAttention:
-    """Causal attention over one prompt, its keys and values stored in a slot.
-
-    In the model's dtype even in exact mode: a prompt is prefilled whole and alone with and without drafting, so the
-    sums are the same.
-    """
-
-    def __init__(self, cache: KVCache, slot: int, model_dtype: torch.dtype) -> None:
-        self.dtype = model_dtype
-        self._cache = cache
-        self._slot = slot
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """heads [T, Q + 2G, E] -> [T, Q * E]."""
-        config = self._cache.config
-        self._cache.layer(layer)[self._slot, :heads.shape[0]] = heads[:, config.num_heads:]
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        return causal(q, k, v, window)
 
 
 class TreeAttention:

@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ from torch import Tensor
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.errors import Conflict, InvalidInput, UnsupportedTarget
 from eyrie_workers.speculation import verify
-from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
+from eyrie_workers.speculation.cache import KVCache, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import (
@@ -53,6 +54,7 @@ from eyrie_workers.speculation.requests import (
     traced_round,
 )
 from eyrie_workers.speculation.tree import ancestors
+from eyrie_workers.targets.causal_attention import CausalAttention
 from eyrie_workers.targets.device import device_scope, upload
 from eyrie_workers.targets.model import TargetModel
 
@@ -262,11 +264,13 @@ class Engine:
         row = RequestState(request, heapq.heappop(self._free_drafter_rows), submitted_at=submitted_at,
                            tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
-        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module).
+        # The whole prompt in one pass, alone: with and without drafting the sums are then the same (see the module). In
+        # the model's dtype therefore even in exact mode.
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
         prompt = upload(row.tokens)
-        attend = PrefillAttention(self._cache, slot, self.target.dtype)
+        attend = CausalAttention(self.target.config, [num_prompt], self.target.dtype, self.target.device,
+                                 partial(self._cache.write_prompt, slot))
         positions = torch.arange(num_prompt)
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
@@ -286,7 +290,7 @@ class Engine:
                 self.drafter.extend(self._state(), CommittedTokens(
                     rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
         # The row may have left its slot; its log probabilities are read from the logits of this pass, not from it.
-        [logprobs] = _logprobs([row], logits, [[0]], [taken])
+        [logprobs] = verify.emitted_logprobs(logits, [[0]], [taken], [request.top_logprobs])
         self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [], logprobs, [TracedRound([], [], [], taken)] if request.trace else [])
 
@@ -317,7 +321,8 @@ class Engine:
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         emitted = [self._take(row, path.tokens) for row, path in zip(self._rows, paths, strict=True)]
-        logprobs = _logprobs(self._rows, logits, [path.nodes for path in paths], emitted)
+        logprobs = verify.emitted_logprobs(logits, [path.nodes for path in paths], emitted,
+                                           [row.request.top_logprobs for row in self._rows])
         outputs = []
         for row, taken, own, path, tree_row in zip(self._rows, emitted, logprobs, paths, trees, strict=True):
             rounds = [traced_round(tree_row[0], tree_row[1], path.nodes, taken)] if row.request.trace else []
@@ -456,14 +461,6 @@ def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | 
     return DraftTreeShape(
         num_steps=max(shape.num_steps for shape in given), top_k=max(shape.top_k for shape in given),
         num_draft_tokens=max(shape.num_draft_tokens for shape in given))
-
-
-def _logprobs(rows: Sequence[RequestState], logits: Tensor | None, nodes: Sequence[Sequence[int]],
-              emitted: Sequence[Sequence[int]]) -> list[list[verify.TokenLogprobs]]:
-    """Per row, the log probabilities of its emitted tokens where it requests them; `logits` is None when none does."""
-    if logits is None:
-        return [[] for _ in rows]
-    return verify.emitted_logprobs(logits, nodes, emitted, [row.request.top_logprobs for row in rows])
 
 
 def _trimmed(tree: DraftTree) -> DraftTree:

@@ -60,21 +60,14 @@ def _mix(words: Tensor) -> Tensor:
     return words ^ _shift_right(words, 31)
 
 
-def _mix_word(word: int) -> int:
-    word &= _WORD
-    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
-    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
-    return word ^ (word >> 31)
-
-
 def gumbel(seed: int, first_position: int, num_positions: int, vocab_size: int) -> Tensor:
     """Standard Gumbel noise of consecutive positions.
 
     returns [num_positions, vocab_size] float64; element (i, v) depends on (seed, first_position + i, v) alone.
     """
     # Each position's stream starts at a word mixed twice, so that neighbouring seeds and positions have other streams.
-    seed_word = _mix_word(seed + _WEYL)
-    starts = upload([_signed(_mix_word(seed_word + (first_position + i + 1) * _WEYL)) for i in range(num_positions)])
+    positions = torch.arange(first_position + 1, first_position + num_positions + 1, dtype=torch.int64)
+    starts = _mix(_mix(upload([_signed(seed + _WEYL)])) + positions * _signed(_WEYL))
     counters = torch.arange(1, vocab_size + 1, dtype=torch.int64) * _signed(_WEYL)
     words = _mix(starts[:, None] + counters[None, :])
     # 53 random bits, centred in their intervals: u is never 0 and never 1, so both logarithms are finite.

@@ -40,9 +40,9 @@ drafter it changes 4 % of the trees of shape 5/4/16 and no accepted length among
 # S depths of marginals, W prefixes extended at a depth
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -268,8 +268,9 @@ def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, v
     num_rows, device = logits.shape[0], logits.device
     topology = static_topology(shape)
     of_levels = levels(topology)
-    parents, *indices = _uploaded([topology.parents, *(part for level in of_levels for part in (
-        level.nodes, level.candidates, level.parents, level.expanded, level.expanded_parents))])
+    lists = [topology.parents, *(part for level in of_levels for part in (
+        level.nodes, level.candidates, level.parents, level.expanded, level.expanded_parents))]
+    parents, *indices = upload([*chain.from_iterable(lists)]).split([*map(len, lists)])  # all in one copy
     tokens = torch.full((num_rows, shape.num_draft_tokens), NO_TOKEN, dtype=torch.int64, device=device)
     scores = torch.full((num_rows, shape.num_draft_tokens), -torch.inf, dtype=logits.dtype, device=device)
     scores[:, 0] = 0.0
@@ -292,11 +293,6 @@ def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, v
             logits, states = step(tokens[:, expanded].clamp(min=0), states.index_select(1, above),
                                   mask.expand(num_rows, -1, -1), depth)
     return DraftTree(tokens, parents.expand(num_rows, -1), scores)
-
-
-def _uploaded(lists: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-    """Each list as a tensor, all in one copy."""
-    return upload([number for numbers in lists for number in numbers]).split([len(numbers) for numbers in lists])
 
 
 def rerank(candidates: Candidates, num_draft_tokens: int, order: NodeOrder = "expansion") -> DraftTree:

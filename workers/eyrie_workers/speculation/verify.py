@@ -126,20 +126,22 @@ class TokenLogprobs:
     """The most probable tokens of the position with their log probabilities, best first."""
 
 
-def emitted_logprobs(logits: Tensor, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]],
+def emitted_logprobs(logits: Tensor | None, nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]],
                      num_top: Sequence[int | None]) -> list[list[TokenLogprobs]]:
     """The log probabilities of the tokens that a pass emitted.
 
-    logits   [B, N, V]
+    logits   [B, N, V]; None where no row gets any
     nodes    per row: the nodes whose logits chose the tokens; further ones are ignored
     tokens   per row: the emitted tokens, possibly fewer than nodes
     num_top  per row: alternatives to return with each token, at most V; None for a row that gets no log probabilities
     returns  per row: one entry per token, none for a row without
     """
+    by_row: list[list[TokenLogprobs]] = [[] for _ in num_top]
+    if logits is None:
+        return by_row
     # Rows of the flattened logits that chose an emitted token; accepted nodes beyond the answer's end are left out.
     places = [row * logits.shape[1] + node for row, top in enumerate(num_top) if top is not None
               for node, _ in zip(nodes[row], tokens[row], strict=False)]
-    by_row: list[list[TokenLogprobs]] = [[] for _ in num_top]
     if not places:
         return by_row
     logprobs_TV = logits.flatten(0, 1).index_select(0, upload(places)).float().log_softmax(dim=-1)

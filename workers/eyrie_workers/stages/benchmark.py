@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.artifacts import write_model
 from eyrie_api.contract.engine import DraftTreeShape
 from eyrie_api.contract.reports import BenchmarkReport
 from eyrie_api.contract.stages import BenchmarkStage
@@ -43,7 +42,6 @@ from eyrie_workers.measure.benchmark.losslessness import explain
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
     LEDGER,
-    REPORT,
     Session,
     is_measured,
     measure_units,
@@ -51,6 +49,7 @@ from eyrie_workers.measure.benchmark.session import (
     open_ledger,
     open_session,
     read_suites,
+    reported,
     round_robin,
     start_all,
     uses_of,
@@ -87,19 +86,14 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
             Unlaunchable) as error:
         stage.event("RivalDropped" if is_rival else "DrafterDropped",
                     f"{spec.checkpoint}: {error.message}; {error.hint}", warning=True)
-        return _write_report(BenchmarkReport(
+        return reported(BenchmarkReport(
             checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=(), rival=is_rival,
             dropped=error.message, lossless=False, speedup=0.0, baseline_tokens_per_s=0.0,
-            environment=environment(spec.target.dtype), seconds=0.0), stage, [])
+            environment=environment(spec.target.dtype), seconds=0.0), stage)
     assert isinstance(result.report, BenchmarkReport)
     adopted = files_of(Path(spec.drafter_dir)) if source.has_drafter else []
-    return _write_report(result.report.model_copy(update={"rival": is_rival, "family": family}), stage,
+    return reported(result.report.model_copy(update={"rival": is_rival, "family": family}), stage,
                          [*result.files, *adopted])
-
-
-def _write_report(report: BenchmarkReport, stage: Stage, files: list[Path]) -> Result:
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, list(dict.fromkeys([*files, stage.out_dir / REPORT])))
 
 
 def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
@@ -152,7 +146,7 @@ def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
                     f"with {load.concurrency} at once at temperature {load.temperature:g}" for load in at_once)
     stage.event("Benchmarked", f"{spec.checkpoint}: {report.speedup:.2f}x over no drafter, mean of {len(cells)} cells"
                                f"{loads}, {'lossless' if report.lossless else 'NOT lossless'}")
-    return _write_report(report, stage, [stage.out_dir / LEDGER, stage.out_dir / BLOCKS])
+    return reported(report, stage, [stage.out_dir / LEDGER, stage.out_dir / BLOCKS])
 
 
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,
@@ -183,8 +177,6 @@ class TransformersBaseline:
 
     tokens_per_s: float  # our engine without a drafter
     transformers_tokens_per_s: float
-    tokens: int
-    transformers_tokens: int
     prompts: int
     different: tuple[str, ...] = ()
     """Answers of ours that differ from theirs by more than a rounding tie."""
@@ -222,8 +214,8 @@ def compare(session: Session, units: Sequence[Unit], between: Callable[[], None]
         if divergence is not None and not divergence.is_tie(session.dtype):
             different.append(f"{unit.prompt.id} at token {divergence.position}, logit gap {divergence.first.gap:.3g}")
     return TransformersBaseline(
-        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,
-        transformers_tokens=transformers_tokens, prompts=len(units), different=tuple(different))
+        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s,
+        prompts=len(units), different=tuple(different))
 
 
 def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> list[int]:

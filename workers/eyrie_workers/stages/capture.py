@@ -80,7 +80,7 @@ from eyrie_workers.hidden_states.codecs import relative_error, zero_share
 from eyrie_workers.hidden_states.row_sources import read_row_sources, write_row_sources
 from eyrie_workers.hidden_states.shard_format import StoreFormat, TokenRow, consecutive, plan_shards
 from eyrie_workers.hidden_states.storage_backend import open_backend
-from eyrie_workers.hidden_states.store import EarlierStates, open_features
+from eyrie_workers.hidden_states.store import EarlierStates, FeatureStore
 from eyrie_workers.hidden_states.streaming import STREAM, TOKENS, TargetPass, compute_pass, read_plan, write_plan
 from eyrie_workers.hidden_states.writer import BackgroundWriter, FeatureWriter
 from eyrie_workers.hidden_states.writer import is_whole as store_is_whole
@@ -224,7 +224,7 @@ class _Capture:
         earlier, wanted = EarlierStates(), {row.row_id for row in self.plan.rows}
         for directory in map(Path, spec.reuse):
             try:
-                earlier.add(open_features(directory), self.fmt, wanted)
+                earlier.add(FeatureStore(directory), self.fmt, wanted)
             except (ArtifactMissing, ArtifactCorrupt, StoreUnavailable, OSError) as error:
                 reason = error.message if isinstance(error, EyrieError) else str(error)
                 stage.event("StatesNotReused", f"{reason}; the states are computed", warning=True)

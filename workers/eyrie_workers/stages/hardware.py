@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
 
-from eyrie_api.artifacts import read_report, write_atomically, write_model
+from eyrie_api.artifacts import read_report, write_atomically
 from eyrie_api.contract.hardware import HardwareMeasurement, HardwareProfile
 from eyrie_api.contract.prove import ProveReport
 from eyrie_api.contract.stages import HardwareStage
@@ -26,7 +26,7 @@ from eyrie_api.contract.tuning import DrafterUse
 from eyrie_api.decisions.hardware_choice import VARIANTS, variant_name
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_workers.catalog import LOAD_RESULTS_FILE
-from eyrie_workers.measure.benchmark.session import REPORT, measuring, read_suites
+from eyrie_workers.measure.benchmark.session import measuring, read_suites, reported
 from eyrie_workers.measure.load.client import LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import LevelResults
 from eyrie_workers.measure.load.run import LoadTestResults, load_report, measure_in_turn
@@ -48,7 +48,7 @@ def compare(spec: HardwareStage, stage: Stage) -> Result:
     proven = read_report(Path(spec.proof_dir), ProveReport)
     if proven.skipped:
         stage.event("NothingToCompare", proven.skipped)
-        return _finish(stage, HardwareMeasurement(profile=profile, skipped=proven.skipped), [])
+        return reported(HardwareMeasurement(profile=profile, skipped=proven.skipped), stage)
     started = time.perf_counter()
     before = () if spec.baseline_dir is None else read_results(Path(spec.baseline_dir) / LOAD_RESULTS_FILE)
     with measuring(stage):
@@ -69,12 +69,7 @@ def compare(spec: HardwareStage, stage: Stage) -> Result:
         write_results(stage.out_dir / LOAD_RESULTS_FILE,
                       [level for level in measured.levels if level.variant == baseline])
         files = [stage.out_dir / LOAD_RESULTS_FILE]
-    return _finish(stage, HardwareMeasurement(profile=profile, load=load), files)
-
-
-def _finish(stage: Stage, report: HardwareMeasurement, files: list[Path]) -> Result:
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, [*files, stage.out_dir / REPORT])
+    return reported(HardwareMeasurement(profile=profile, load=load), stage, files)
 
 
 def _measure(profile: HardwareProfile, spec: HardwareStage, use: DrafterUse,

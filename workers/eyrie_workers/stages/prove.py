@@ -65,7 +65,7 @@ from eyrie_workers.engines.process import EngineFailed, ServerProcess
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine import environment
 from eyrie_workers.measure.benchmark.losslessness import explain
-from eyrie_workers.measure.benchmark.session import REPORT, Suites, measuring, open_ledger, read_suites, round_robin
+from eyrie_workers.measure.benchmark.session import Suites, measuring, open_ledger, read_suites, reported, round_robin
 from eyrie_workers.measure.load.client import EndpointUnusable, LoadEndpoint
 from eyrie_workers.measure.load.report_statistics import (
     LevelResults,
@@ -264,8 +264,7 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
             "skipped": f"speculation pays at none of the declared loads ({loads} users at once): {finding}"
             .rstrip(" :"), "seconds": time.monotonic() - started})
         stage.event("NothingToProve", report.skipped)
-        write_model(stage.out_dir / REPORT, report)
-        return Result(report, [stage.out_dir / REPORT])
+        return reported(report, stage)
     suites = read_suites(spec, stage)
     uses = variants_to_compare(spec, use, stage, tuned_rival(spec, tuned, plan))
     launch = command_line(plan, CANDIDATE, uses, stage.out_dir / VARIANTS)
@@ -317,10 +316,9 @@ def prove(spec: ProveStage, stage: Stage) -> Result:
                  for comparison in (changed.load.comparisons if changed and changed.load else ()))]
     stage.event("Proved", f"{report.checkpoint} at {describe_use(use)} in the {report.engine} engine: "
                 + ", ".join(results), warning=not holds)
-    write_model(stage.out_dir / REPORT, report)
     write_model(stage.out_dir / ANSWERS_FILE, record_answers(
         proof.prompts, collected.answers.plain, ChatTokenizer(resolve(spec.target)), spec.prove.max_new_tokens))
-    return Result(report, [stage.out_dir / LEDGER, stage.out_dir / REPORT, stage.out_dir / ANSWERS_FILE])
+    return reported(report, stage, [stage.out_dir / LEDGER, stage.out_dir / ANSWERS_FILE])
 
 
 def tuned_rival(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> DrafterUse | None:

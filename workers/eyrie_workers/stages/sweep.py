@@ -59,19 +59,16 @@ from eyrie_workers.training.objective import Objective, StepContext, TargetDistr
 _RUNGS = "rungs.json"
 
 
-def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
-    """Names of the candidates that see the same documents at the same steps, in the order given. Pure."""
+def group_candidates(candidates: Mapping[str, TrainStage]) -> dict[str, list[str]]:
+    """Names of the candidates that see the same documents at the same steps, in the order given, by what they have in
+    common. Pure."""
     groups: dict[str, list[str]] = {}
     for name, spec in candidates.items():
-        groups.setdefault(group_key(spec), []).append(name)
-    return [tuple(names) for names in groups.values()]
-
-
-def group_key(spec: TrainStage) -> str:
-    """What candidates of one group have in common. Pure."""
-    return "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.rows), str(spec.train.seed),
-                      str(spec.train.max_tokens_per_batch), str(spec.train.max_tokens_per_gpu),
-                      str(spec.train.threads)))
+        train = spec.train
+        common = (spec.target.model_dump_json(), spec.store_dir, spec.rows, train.seed, train.max_tokens_per_batch,
+                  train.max_tokens_per_gpu, train.threads)
+        groups.setdefault("\n".join(map(str, common)), []).append(name)
+    return groups
 
 
 def slower_half(speedups: Mapping[str, float]) -> set[str]:
@@ -286,8 +283,7 @@ def _train_all(opened: Mapping[str, stage_program.OpenStage[TrainStage]], rungs:
                order: Sequence[str]) -> dict[str, stage_program.Result | EyrieError]:
     """Train this process's candidates, one group after the other. Raises Interrupted."""
     outcomes: dict[str, stage_program.Result | EyrieError] = {}
-    groups = {group_key(opened[names[0]].spec): names
-              for names in group_candidates({name: candidate.spec for name, candidate in opened.items()})}
+    groups = group_candidates({name: candidate.spec for name, candidate in opened.items()})
     targets = {key: opened[names[0]].spec.target for key, names in groups.items()}
     digest_once = cache(lambda target: target_digest(resolve(target)))
     # All processes go through all groups in the same order: they meet at each group's rungs.

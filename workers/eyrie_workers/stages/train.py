@@ -47,7 +47,7 @@ from eyrie_api.planning.target_files import dense_bytes, stored_tensors
 from eyrie_api.planning.training_cost import streamed_bytes, usable_bytes
 from eyrie_api.planning.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_workers.catalog import STATE_DIR
-from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
+from eyrie_workers.drafters.card import Card, DataIdentity, identify
 from eyrie_workers.drafters.checkpoint import files_of
 from eyrie_workers.drafters.family import FamilyImplementation, family_named
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
@@ -142,12 +142,11 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
         spec = _fit_memory(spec, family, drafter, embeddings, store, dtype, dist, path,
                            is_open=given.train.max_tokens_per_gpu is None)
     # Rows are cut to what one process computes at a time.
-    most = spec.train.max_tokens_per_gpu
-    if most is not None and max(store.lengths, default=0) > most:
-        store = cut = batches.CutFeatures(store, most)
-        stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
-                    f"the {cut.tokens_left_out} tokens behind it are not trained on", warning=True)
-    lengths = store.lengths
+    most, whole = spec.train.max_tokens_per_gpu, store.lengths
+    lengths = whole if most is None else [min(length, most) for length in whole]
+    if num_cut := sum(cut < length for cut, length in zip(lengths, whole, strict=True)):
+        stage.event("RowsCut", f"{num_cut} of {store.num_rows} rows are longer than train.max_tokens_per_gpu {most}: "
+                    f"the {sum(whole) - sum(lengths)} tokens behind it are not trained on", warning=True)
     of_sources = batches.rows_by_source(sources, train_rows, lengths)
     if spec.rows is not None:
         parts = ", ".join(f"{name} {rows.rows} rows of {rows.tokens} tokens" for name, rows in of_sources.items())
@@ -159,22 +158,28 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist), dist, columns)
+    trainer = Trainer(objective, schedule, spec.train, batches.BatchLoader(schedule, store, dist, most), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = batches.cut_evenly([lengths[row] for row in evaluation_rows],
-                              min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
+                              min(step_tokens, most or step_tokens))
     used = lengths if spec.rows is None else [lengths[row] for row in train_rows]
+    # No clock and no path on the card, not that of the head either: the same run writes the same bytes.
+    card = Card(
+        family=family.name, candidate=spec.candidate,
+        target=identify(path, spec.target, digest=store.format.target_digest),
+        data=DataIdentity(store_digest=store.digest, rows=len(used), tokens=sum(used), longest_row=max(used)),
+        drafter=spec.drafter.model_copy(update={"init_from": None, "init_revision": None}),
+        init_digest=head.digest if head is not None else None, aux_layers=layers,
+        train=spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT)),
+        draft_vocabulary_coverage=vocabulary_report.coverage, code_version=code_version())
     run = TrainingRun(spec, stage, family, drafter, trainer,
                digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
                tokens_per_step=(sum(lengths[row] for row in train_rows) * spec.train.epochs
                                 / schedule.num_steps_of_epochs),
-               held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
+               held_out=lambda: (batches.first_tokens(store.read(evaluation_rows[cut.start:cut.stop]), most)
                                  for cut in cuts[dist.rank::dist.size]),
-               columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, aux_layers=layers,
-               target=identify(path, spec.target, digest=store.format.target_digest),
-               data=DataIdentity(store_digest=store.digest, rows=len(used), tokens=sum(used), longest_row=max(used)),
-               sources=of_sources, num_rows=len(train_rows),
-               init_digest=head.digest if head is not None else None)
+               columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, card=card, sources=of_sources,
+               num_rows=len(train_rows))
     run.resume()
     if dist.is_main and spec.train.trackers:
         # The same for a resumed run, and for no other: the digest is that of its state.
@@ -324,17 +329,14 @@ class TrainingRun:
 
     embeddings: TargetEmbeddings
     vocabulary: VocabularyReport
-    target: TargetIdentity
-    data: DataIdentity
-    aux_layers: tuple[int, ...]
+    card: Card
+    """Of a checkpoint, but for its step, epoch and tokens."""
+
     num_rows: int
     """Rows trained on."""
 
     sources: dict[str, SourceRows]
     """These rows by source, where it is known."""
-
-    init_digest: str | None = None
-    """Of the drafter that training continues from."""
 
     clock: Callable[[], float] = time.monotonic
     """Seconds; decides when a state is saved."""
@@ -519,15 +521,8 @@ class TrainingRun:
     def _export(self, step: int, epoch: float, evaluation: Evaluation) -> None:
         name = f"{self.spec.candidate}-step-{step}"
         directory = self.stage.out_dir / "checkpoints" / name
-        # No clock and no path on the card: the same run writes the same bytes.
-        card = Card(
-            family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
-            drafter=self.spec.drafter.model_copy(update={  # a path; the digest names it
-                "init_from": None, "init_revision": None}),
-            init_digest=self.init_digest, aux_layers=self.aux_layers,
-            train=self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT)), step=step,
-            epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
-            draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
+        card = self.card.model_copy(update={"step": step, "epoch": round(epoch, 4),
+                                            "tokens": self.trainer.counters.tokens})
         self.trainer.objective.calibrate(evaluation.temperatures)
         self.family.save(directory, self.drafter, self.spec.target.dtype, card)
         self.reports.append(CheckpointReport(
@@ -551,7 +546,7 @@ class TrainingRun:
                 checkpoints=tuple(self.reports), resumed_from_step=self.resumed_from,
                 parameters=sum(parameter.numel() for parameter in self.drafter.parameters()), mfu=self.mfu,
                 processes=trainer.dist.size, stopped_early=self.stopped_early, rows=self.num_rows,
-                sources=self.sources, init_from=self.spec.drafter.init_from, init_digest=self.init_digest),
+                sources=self.sources, init_from=self.spec.drafter.init_from, init_digest=self.card.init_digest),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
 

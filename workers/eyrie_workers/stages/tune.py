@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from eyrie_api.artifacts import digest_model, read_sealed, write_model, write_sealed
+from eyrie_api.artifacts import digest_model, read_sealed, write_sealed
 from eyrie_api.contract.reports import CellReport, TuneCell, TuneReport
 from eyrie_api.contract.stages import TuneStage
 from eyrie_api.contract.tuning import OFF, DrafterUse, Method, OperatingMap, OperatingPoint, Setting, Trial
@@ -52,7 +52,6 @@ from eyrie_workers.measure.benchmark.blocks import (
 )
 from eyrie_workers.measure.benchmark.reports import benchmark_report, report_cells
 from eyrie_workers.measure.benchmark.session import (
-    REPORT,
     Suites,
     is_measured,
     measure_units,
@@ -60,6 +59,7 @@ from eyrie_workers.measure.benchmark.session import (
     open_ledger,
     open_session,
     read_suites,
+    reported,
     round_robin,
     start_all,
     uses_of,
@@ -293,8 +293,7 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
         else:
             stage.event("RivalTuned", f"{rival.checkpoint}: {described(rival)}")
             report, files = report.model_copy(update={"rival": rival}), [*files, *its_files]
-    write_model(stage.out_dir / REPORT, report)
-    return Result(report, [*files, stage.out_dir / REPORT])
+    return reported(report, stage, files)
 
 
 def described(report: TuneReport) -> str:

@@ -14,7 +14,7 @@ results on the CPU are those of `scaled_dot_product_attention` to the bit.
 # M tokens of all texts, T tokens of one, W window, B blocks, Q query heads, G key-value heads, E head dimension
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -30,17 +30,21 @@ _LONGEST_FLASH_HEAD = 256
 
 
 class CausalAttention:
-    """`model.Attend` for several whole texts."""
+    """`model.Attend` for whole texts."""
 
-    def __init__(self, config: TargetConfig, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: TargetConfig, lengths: Sequence[int], dtype: torch.dtype, device: torch.device,
+                 store: Callable[[int, Tensor], None] | None = None) -> None:
+        """store: is given the number of every layer and its keys, then values, [M, 2G, E]."""
         self.dtype = dtype
-        self._config = config
+        self._config, self._store = config, store
         self._lengths = list(lengths)
-        self._starts = starts_of(lengths, device)  # once for all layers
+        self._starts = starts_of(lengths, device) if len(lengths) > 1 else None  # once for all layers
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """heads [M, Q + 2G, E] -> [M, Q * E]."""
         config = self._config
+        if self._store is not None:
+            self._store(layer, heads[:, config.num_heads:])
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         window = config.sliding_window if config.layer_types[layer] == SLIDING else None
         return packed_causal(q, k, v, self._lengths, self._starts, window)
@@ -54,13 +58,14 @@ def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 def packed_causal(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], starts: Tensor | None = None,
                   window: int | None = None) -> Tensor:
-    """Attention within each of several texts: q [M, Q, E], k and v [M, G, E] -> [M, Q * E]. Differentiable."""
+    """Attention within each of some texts: q [M, Q, E], k and v [M, G, E] -> [M, Q * E]. Differentiable."""
+    if len(lengths) == 1:
+        return causal(q, k, v, window)
     if _flash_applies(q):
         starts = starts_of(lengths, q.device) if starts is None else starts
         return _flash(q, k, v, starts, max(lengths), window)
-    parts = [causal(*text, window) for text in zip(
-        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat([causal(*text, window) for text in zip(
+        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True)])
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:

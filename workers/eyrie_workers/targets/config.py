@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eyrie_api.contract.reports import LayerChoice
 from eyrie_api.errors import InvalidInput, TargetNotFound, UnsupportedTarget, reading
 from eyrie_api.planning.target_config import (
     DEFAULT_ROPE_THETA,
@@ -298,14 +299,6 @@ def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], theta: float = 10
     )
 
 
-@dataclass(frozen=True)
-class FusedLayers:
-    """The chosen `hidden_states` indices, ascending and distinct, and why."""
-
-    aux_layers: tuple[int, ...]
-    reason: str
-
-
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Low, middle, high for a target of this depth; fewer when it has fewer than four layers. The last layer's output
     is left out, as for hybrids, so of two layers the embeddings are the other state."""
@@ -322,7 +315,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
-                      override: Sequence[int] | None = None) -> FusedLayers:
+                      override: Sequence[int] | None = None) -> LayerChoice:
     """Choose aux layers for a target of `num_layers` whose attention types are `layer_types` (None: all full). Raises
     InvalidInput when an override is empty, out of 0..num_layers, repeated or not ascending."""
     if override is not None:
@@ -334,14 +327,15 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
             raise InvalidInput(f"capture.aux_layers {outside} are outside the target's {num_layers} layers", hint)
         if list(override) != sorted(set(override)):
             raise InvalidInput(f"capture.aux_layers {list(override)} are not distinct and ascending", hint)
-        return FusedLayers(tuple(override), "given by the spec")
+        return LayerChoice(aux_layers=tuple(override), reason="given by the spec")
     default = default_aux_layers(num_layers)
     if layer_types is None or all(kind == FULL for kind in layer_types):
-        return FusedLayers(default, f"low, middle and high of {num_layers} layers, all with full attention")
+        return LayerChoice(aux_layers=default,
+                           reason=f"low, middle and high of {num_layers} layers, all with full attention")
     outputs = [i + 1 for i, kind in enumerate(layer_types) if kind == FULL and i + 1 < num_layers]
     if len(outputs) < 2:  # with a single state SGLang would skip the drafter's fc
-        return FusedLayers(default, f"low, middle and high of {num_layers} layers; before the last, "
-                                    f"{len(outputs)} has full attention")
+        return LayerChoice(aux_layers=default, reason=f"low, middle and high of {num_layers} layers; before the last, "
+                                                      f"{len(outputs)} has full attention")
     # For each default the nearest output not yet taken, the lower on a tie.
     free, taken = list(outputs), []
     for index in default[:len(outputs)]:
@@ -349,8 +343,8 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
         free.remove(taken[-1])
     moved = tuple(sorted(taken))
     kinds = ", ".join(sorted(set(layer_types) - {FULL}))
-    return FusedLayers(moved, f"hybrid target ({layer_types.count(FULL)} of {num_layers} layers have full "
-                              f"attention, the others {kinds}): {list(default)} moved to the outputs of "
-                              f"full-attention layers {list(moved)}")
+    return LayerChoice(aux_layers=moved, reason=(
+        f"hybrid target ({layer_types.count(FULL)} of {num_layers} layers have full attention, the others {kinds}): "
+        f"{list(default)} moved to the outputs of full-attention layers {list(moved)}"))
 
 

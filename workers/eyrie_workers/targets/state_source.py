@@ -135,20 +135,13 @@ class TransformersTarget:
         if weight is None or getattr(head, "bias", None) is not None:
             raise UnsupportedTarget(f"{type(model).__name__} has no output matrix, or one with a bias",
                                     "drafters are trained on the product of a state and a matrix: use another target")
-        self._head = OutputHead.of(weight.detach(), config.logit_scale, config.logit_soft_cap)
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.weight_VH.device
-
-    @property
-    def output_head(self) -> OutputHead:
-        return self._head
+        self.output_head = OutputHead.of(weight.detach(), config.logit_scale, config.logit_soft_cap)
+        self.device = self.output_head.weight_VH.device
 
     @torch.inference_mode()
     def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         lengths = [len(tokens) for tokens in token_ids_list]
-        hidden, dtype = self.config.hidden_size, self._head.weight_VH.dtype
+        hidden, dtype = self.config.hidden_size, self.output_head.weight_VH.dtype
         aux = torch.empty(sum(lengths), len(aux_layers), hidden, dtype=dtype, device=self.device)
         last = torch.empty(sum(lengths), hidden, dtype=dtype, device=self.device)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -180,7 +173,7 @@ class TransformersTarget:
                     raise UnsupportedTarget(
                         f"layer {layer} of {type(self._model).__name__} differs from its hidden_states by {error:.2g}",
                         "report this target's config.json, or use another target")
-        if (error := _distance(self._head.logits(last_MH), whole.logits[0])) > tolerance:
+        if (error := _distance(self.output_head.logits(last_MH), whole.logits[0])) > tolerance:
             raise UnsupportedTarget(
                 f"the logits of {type(self._model).__name__} are not its output matrix times its final state: they "
                 f"differ by {error:.2g}", "report this target's config.json, or use another target")

@@ -205,7 +205,7 @@ def parse_answer(text: str) -> Message:
     like a call stays text."""
     calls, rest = [], text
     for match in _CALL.finditer(text):
-        call = _as_call(match.group(1))
+        call = _as_call(_json(match.group(1)))
         if call is not None:
             calls.append(call)
             rest = rest.replace(match.group(0), "", 1)
@@ -219,21 +219,20 @@ def parse_answer(text: str) -> Message:
 
 
 def _whole_text_calls(text: str) -> list[Message]:
-    try:
-        value = json.loads(text.strip().removeprefix("<|python_tag|>"))
-    except json.JSONDecodeError:
-        return []
-    items = value if isinstance(value, list) else [value]
-    calls = [_as_call(json.dumps(item)) for item in items]
+    value = _json(text.strip().removeprefix("<|python_tag|>"))
+    calls = [_as_call(item) for item in (value if isinstance(value, list) else [value])]
     return [] if None in calls else [call for call in calls if call is not None]
 
 
-def _as_call(text: str) -> Message | None:
-    """The function in `{"name", "arguments" | "parameters"}`, bare or under `function`; None if there is none."""
+def _json(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError:
         return None
+
+
+def _as_call(value: Any) -> Message | None:
+    """The function in `{"name", "arguments" | "parameters"}`, bare or under `function`; None if there is none."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

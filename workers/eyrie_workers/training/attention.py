@@ -27,7 +27,7 @@ whole steps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -103,14 +103,14 @@ class TileAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
-        for part in _parts(q, k):
+        for heads, cells in _parts(q, k):
             # Products in the inputs' dtype; scores, softmax and log-sum-exp in at least float32. The division by the
             # total comes after the product with v: it touches E numbers per query instead of Lk.
-            scores = _scores(q, k, masked, part)
+            scores = _scores(q, k, masked, cells)
             most = scores.amax(-1, keepdim=True)
             total = scores.sub_(most).exp_().sum(-1, keepdim=True)
-            out[part.cells] = torch.bmm(scores.to(v.dtype), v[part.heads]).div_(total)
-            lse[part.cells] = most.add_(total.log_()).squeeze(-1)
+            out[cells] = torch.bmm(scores.to(v.dtype), v[heads]).div_(total)
+            lse[cells] = most.add_(total.log_()).squeeze(-1)
         ctx.save_for_backward(q, k, v, masked, out, lse)
         return out, lse
 
@@ -121,10 +121,9 @@ class TileAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         # g - rowsum(G * out), the same for all keys of a query.
         shift = grad_lse - torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype))
-        for part in _parts(q, k):
-            heads, cells = part.heads, part.cells
+        for heads, cells in _parts(q, k):
             # P from the saved log-sum-exp: no second pass for the maximum. Then dV, dS, dQ and dK of the docstring.
-            probabilities = _scores(q, k, masked, part).sub_(lse[cells].unsqueeze(-1)).exp_()
+            probabilities = _scores(q, k, masked, cells).sub_(lse[cells].unsqueeze(-1)).exp_()
             grad_v[heads].baddbmm_(probabilities.to(v.dtype).transpose(1, 2), grad_out[cells])
             grad_scores = torch.bmm(grad_out[cells], v[heads].transpose(1, 2)).to(lse.dtype)
             grad_scores = grad_scores.add_(shift[cells].unsqueeze(-1)).mul_(probabilities).to(q.dtype)
@@ -133,38 +132,32 @@ class TileAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some key-value heads, and the same range of query cells of each."""
-
-    heads: slice
-    queries: slice
-
-    @property
-    def cells(self) -> tuple[slice, slice]:
-        return self.heads, self.queries
+_Cells = tuple[slice, slice]
+"""Some key-value heads, and the same range of query cells of each."""
 
 
-def _parts(q: Tensor, k: Tensor) -> list[_Part]:
+def _parts(q: Tensor, k: Tensor) -> list[tuple[slice, _Cells]]:
+    """The heads of each part, and its cells."""
     num_heads, num_queries, num_keys = q.shape[0], q.shape[1], k.shape[1]
     queries = max(1, min(num_queries, _PART_ELEMENTS // num_keys))
     heads = max(1, _PART_ELEMENTS // (num_queries * num_keys))
-    return [_Part(slice(head, min(head + heads, num_heads)), slice(query, min(query + queries, num_queries)))
-            for head in range(0, num_heads, heads) for query in range(0, num_queries, queries)]
+    return [(of_part, (of_part, slice(query, min(query + queries, num_queries))))
+            for of_part in (slice(head, min(head + heads, num_heads)) for head in range(0, num_heads, heads))
+            for query in range(0, num_queries, queries)]
 
 
-def _scores(q: Tensor, k: Tensor, masked: Tensor, part: _Part) -> Tensor:
+def _scores(q: Tensor, k: Tensor, masked: Tensor, cells: _Cells) -> Tensor:
     """[heads, queries, Lk] of one part in at least float32, masked ones at `_MASKED`."""
-    num_blocks, _, num_queries, num_keys = masked.shape
+    (num_blocks, _, num_queries, num_keys), (heads, queries) = masked.shape, cells
     # Query cells of a head are W repetitions of the block's queries, so one mask serves all W heads of a block.
-    scores = torch.bmm(q[part.cells], k[part.heads].transpose(1, 2)).to(_wide(q.dtype))
+    scores = torch.bmm(q[cells], k[heads].transpose(1, 2)).to(_wide(q.dtype))
     kv_heads = q.shape[0] // num_blocks
     block = (slice(None) if num_blocks == 1
-             else torch.arange(part.heads.start, part.heads.stop, device=q.device) // kv_heads)
-    if part.queries == slice(0, q.shape[1]):
+             else torch.arange(heads.start, heads.stop, device=q.device) // kv_heads)
+    if queries == slice(0, q.shape[1]):
         scores.view(scores.shape[0], -1, num_queries, num_keys).masked_fill_(masked[block], _MASKED)
     else:
-        query = torch.arange(part.queries.start, part.queries.stop, device=q.device) % num_queries
+        query = torch.arange(queries.start, queries.stop, device=q.device) % num_queries
         scores.masked_fill_(masked[block, 0][:, query], _MASKED)
     return scores
 

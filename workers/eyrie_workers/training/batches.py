@@ -11,7 +11,7 @@ batch of any size, whose few tokens would weigh as much as a full batch. A docum
 of its own. Because a step's documents depend on the step's number alone, the position to resume from is that number: no
 iterator state is saved, and a run interrupted anywhere repeats no document and skips none.
 
-**Reading.** One interface, `Features`, over two sources of hidden states; `open_features` chooses from what capture
+**Reading.** One interface of two sources of hidden states (`Features`); `open_features` chooses from what capture
 wrote:
 
     store      `hidden_states.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch
@@ -29,12 +29,11 @@ cut is made on reading, so that schedule and counts see the shorter row, and the
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ from eyrie_api.contract.targets import TargetSpec
 from eyrie_api.errors import NoUsableData
 from eyrie_api.planning.row_draw import draw_rows, largest_size
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
-from eyrie_workers.hidden_states.shard_format import StoreFormat, supervised_positions
+from eyrie_workers.hidden_states.shard_format import supervised_positions
 from eyrie_workers.hidden_states.storage_backend import open_backend
 from eyrie_workers.hidden_states.store import FeatureStore
 from eyrie_workers.hidden_states.streaming import StreamedFeatures, read_plan
@@ -240,60 +239,27 @@ def checkpoint_steps(num_steps: int, num_checkpoints: int) -> list[int]:
     return sorted({max(1, round(num_steps * k / num_checkpoints)) for k in range(1, num_checkpoints + 1)})
 
 
-@dataclass(frozen=True)
-class BatchShard:
-    """One process's documents of a step."""
-
-    rows: tuple[int, ...]
-    starts: tuple[int, ...]
-    """First token of each in the step's whole batch."""
-
-
-def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[BatchShard]:
+def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     """Divide a step's documents, nearly equal in tokens: longest first, each to the shard with the fewest tokens.
 
-    rows     the step's documents, in their order, which every shard keeps.
+    rows     the step's documents.
     lengths  tokens of every row of the store.
+    returns  the places among `rows` of each shard's documents, ascending.
     """
-    starts = list(accumulate((lengths[row] for row in rows), initial=0))
     loads, shards = [0] * num_shards, [[] for _ in range(num_shards)]  # type: list[int], list[list[int]]
     # Ties go to the earlier document and the lower rank: all processes compute the same division.
     for index in sorted(range(len(rows)), key=lambda index: (-lengths[rows[index]], index)):
         lightest = loads.index(min(loads))
         loads[lightest] += lengths[rows[index]]
         shards[lightest].append(index)
-    return [BatchShard(tuple(rows[index] for index in sorted(shard)), tuple(starts[index] for index in sorted(shard)))
-            for shard in shards]
+    return [sorted(shard) for shard in shards]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Features(Protocol):
-    """Random access to captured rows, from a store or a stream."""
-
-    format: StoreFormat
-    digest: str
-    """Of everything the states depend on."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows."""
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids [T] int64 and loss mask [T] bool of a row, without its states."""
-
-    def read(self, rows: Sequence[int]) -> PackedBatch:
-        """Some rows end to end, in that order."""
-
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
-                reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        """`read` of each group in order, some of them ahead. With `reuse` a batch's memory is reused once the next
-        one is requested."""
+Features = FeatureStore | StreamedFeatures
+"""Random access to captured rows; both have the same members."""
 
 
 def open_features(where: str, target: TargetSpec) -> Features:
@@ -327,11 +293,14 @@ class BatchLoader:
     ahead continues from there.
     """
 
-    def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS) -> None:
-        self._schedule, self._features, self._dist = schedule, features, dist
+    def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS,
+                 most_tokens: int | None = None) -> None:
+        """most_tokens: of a row; the schedule's lengths are those of the cut rows. None: rows are not cut."""
+        self._schedule, self._features, self._dist, self._most_tokens = schedule, features, dist, most_tokens
         self._next_step = -1
-        # One entry per group of rows that the reader has been given and whose batch has not been taken yet.
-        self._shards: deque[tuple[StepPlan, BatchShard]] = deque()
+        # One entry per group of rows that the reader has been given and whose batch has not been taken yet: the step,
+        # and where this process's documents start in its whole batch.
+        self._shards: deque[tuple[StepPlan, tuple[int, ...]]] = deque()
         self._batches: Generator[PackedBatch, None, None] | None = None
 
     def take(self, step: int) -> StepBatch:
@@ -341,12 +310,12 @@ class BatchLoader:
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
         # 2. Invalid until the read succeeds: after an error the same step starts a new reader.
         self._next_step = -1
-        documents = next(self._batches)
-        plan, shard = self._shards.popleft()
+        documents = first_tokens(next(self._batches), self._most_tokens)
+        plan, starts = self._shards.popleft()
         self._next_step = step + 1
         # 3. The batch, with the places of its documents in the whole step's.
-        if shard.rows:
-            return StepBatch(plan, documents, shard.starts, documents.token_ids.numel())
+        if starts:
+            return StepBatch(plan, documents, starts, documents.token_ids.numel())
         # More processes than documents: this one still takes part in the step's collectives, with loss 0.
         return StepBatch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)
 
@@ -359,10 +328,12 @@ class BatchLoader:
     def _groups(self, step: int) -> Iterator[Sequence[int]]:
         """Rows to read for each step from `step` on. The reader's threads are ahead of `take`: hence the queue."""
         for number in range(step, self._schedule.num_steps):
-            plan = self._schedule.at(number)
-            shard = shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
-            self._shards.append((plan, shard))
-            yield shard.rows or plan.rows[:1]  # a process without a document reads one, and does not train on it
+            plan, lengths = self._schedule.at(number), self._schedule.lengths
+            own = shard_batch(plan.rows, lengths, self._dist.size)[self._dist.rank]
+            starts = [*accumulate((lengths[row] for row in plan.rows), initial=0)]
+            self._shards.append((plan, tuple(starts[place] for place in own)))
+            # A process without a document reads one, and does not train on it.
+            yield [plan.rows[place] for place in own] or plan.rows[:1]
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -393,9 +364,9 @@ def _supervised(batch: PackedBatch) -> list[Tensor]:
     return [supervised_positions(mask) for mask in batch.loss_mask.split(batch.lengths)]
 
 
-def first_tokens(batch: PackedBatch, most_tokens: int) -> PackedBatch:
-    """The batch with each document cut after its first `most_tokens`."""
-    if max(batch.lengths, default=0) <= most_tokens:
+def first_tokens(batch: PackedBatch, most_tokens: int | None) -> PackedBatch:
+    """The batch with each document cut after its first `most_tokens`; None: with whole documents."""
+    if most_tokens is None or max(batch.lengths, default=0) <= most_tokens:
         return batch
     lengths = tuple(min(length, most_tokens) for length in batch.lengths)
     starts = accumulate(batch.lengths, initial=0)
@@ -411,34 +382,3 @@ def first_tokens(batch: PackedBatch, most_tokens: int) -> PackedBatch:
         topk_logits = topk_logits.map(lambda x: x[rows_M])
     return replace(batch, token_ids=batch.token_ids[kept_T], loss_mask=loss_mask, aux=batch.aux[kept_T],
                    last=batch.last[kept_T], lengths=lengths, topk_logits=topk_logits)
-
-
-class CutFeatures:
-    """`Features` whose rows have at most so many tokens."""
-
-    def __init__(self, whole: Features, most_tokens: int) -> None:
-        self._whole, self._most = whole, most_tokens
-        self.format, self.digest = whole.format, whole.digest
-        self.lengths = [min(length, most_tokens) for length in whole.lengths]
-        self.num_cut = sum(length > most_tokens for length in whole.lengths)
-        self.tokens_left_out = sum(whole.lengths) - sum(self.lengths)
-
-    @property
-    def num_rows(self) -> int:
-        return self._whole.num_rows
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        token_ids, loss_mask = self._whole.tokens(index)
-        return token_ids[:self._most], loss_mask[:self._most]
-
-    def read(self, rows: Sequence[int]) -> PackedBatch:
-        return first_tokens(self._whole.read(rows), self._most)
-
-    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
-                reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        whole = self._whole.batches(groups, ahead=ahead, reuse=reuse)
-        try:
-            for batch in whole:
-                yield first_tokens(batch, self._most)
-        finally:
-            whole.close()

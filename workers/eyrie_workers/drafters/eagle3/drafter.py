@@ -52,7 +52,7 @@ from eyrie_api.contract.families import DecoderSizes, DrafterSizes
 from eyrie_api.contract.training import TrainSpec
 from eyrie_api.planning import training_cost
 from eyrie_api.planning.training_cost import StepWork, TrainedDrafter
-from eyrie_workers.drafters.decoder import AttentionProjections, GatedMlp, Norm
+from eyrie_workers.drafters.decoder import AttentionProjections, GatedMlp
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.hidden_states.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
@@ -129,11 +129,11 @@ class Eagle3Config:
 class _MidLayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.hidden_size)
-        self.hidden_norm = Norm(config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size)
         q, k, _ = config.qkv_widths
         self.self_attn = AttentionProjections(2 * config.hidden_size, config.hidden_size, q, k)
-        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
 
 
@@ -150,11 +150,11 @@ class Eagle3Drafter(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.num_aux * config.hidden_size, config.hidden_size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = Norm(config.num_aux * config.hidden_size)
+            self.input_norm = nn.RMSNorm(config.num_aux * config.hidden_size)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(config.hidden_size) for _ in config.aux_layers)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size) for _ in config.aux_layers)
         self.midlayer = _MidLayer(config)
-        self.norm = Norm(config.hidden_size)
+        self.norm = nn.RMSNorm(config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)
         self.register_buffer("t2d", vocabulary.t2d)

@@ -2,7 +2,7 @@
 
 The contract of a checkpoint's directory is `drafters.eagle3.directory`: saving and loading refuse a drafter with
 errors. Training is in `drafters.eagle3.drafter`; `drafters.layer_proposer` runs the layer in decoding, with the
-matrices packed as `_InferenceLayer` does.
+matrices packed as `Eagle3Proposer` does.
 
 The engines number aux layers differently. Eyrie uses the index into Hugging Face `hidden_states` (0 = embeddings).
 SGLang reads `eagle_config.eagle_aux_hidden_state_layer_ids`, for most targets as "output of layer v": index - 1. vLLM
@@ -38,10 +38,8 @@ from eyrie_workers.drafters.eagle3.drafter import (
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation import ValidationRequest
-from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.operators import Linear, rms_normalise
 
 
@@ -54,15 +52,15 @@ def save_drafter(directory: Path, drafter: Eagle3Drafter, dtype: str = "float32"
     tensors = checkpoint.as_stored({name: tensor for name, tensor in drafter.state_dict().items()
                                     if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
-    _refuse_errors(directory, ValidationRequest(config, tensors, card))
+    checkpoint.refuse(directory.name, validate(ValidationRequest(config, tensors, card)))
     checkpoint.write_checkpoint(directory, config, tensors, card)
 
 
-def load_drafter(directory: Path) -> Eagle3Drafter:
-    """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
-    contract or is a variant Eyrie's engine does not compute."""
+def load_drafter(directory: Path, target: TargetConfig | None = None) -> Eagle3Drafter:
+    """Read and validate a drafter, for this target if one is given. Raises ArtifactMissing when a file is missing,
+    CheckpointInvalid when it breaks the contract or is a variant Eyrie's engine does not compute."""
     config, stored = checkpoint.read_config(directory), checkpoint.read_tensors(directory)
-    _refuse_errors(directory, ValidationRequest(config, stored, read_card(directory)))
+    checkpoint.refuse(directory.name, validate(ValidationRequest(config, stored, read_card(directory))))
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
     parsed = parse_config(config)
     ids = tensors["d2t"] + torch.arange(parsed.draft_vocab_size) if "d2t" in tensors else torch.arange(
@@ -72,11 +70,9 @@ def load_drafter(directory: Path) -> Eagle3Drafter:
     drafter.to(tensors["fc.weight"].dtype)  # all parameters have one: the validator checks it
     tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
     drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
+    if target is not None:
+        checkpoint.refuse_another_target(str(directory), "eagle3", config, target)
     return drafter
-
-
-def _refuse_errors(directory: Path, request: ValidationRequest) -> None:
-    checkpoint.refuse(directory.name, validate(request))
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
@@ -129,28 +125,29 @@ def parse_config(written: Mapping[str, Any]) -> Eagle3Config:
         sliding_window=written.get("sliding_window"))
 
 
-class _InferenceLayer:
-    """`InferenceLayer`: the matrices with norms folded in, in the order a step uses them."""
+class Eagle3Proposer(layer_proposer.LayerProposer):
+    """An Eagle3Drafter with its target's embedding, for decoding: the matrices with norms folded in, in the order a
+    step uses them."""
 
-    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, dtype: torch.dtype) -> None:
-        weights, config = drafter.weights(torch.float32), drafter.config  # folded in float32, rounded once
-        num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
-        self._eps = torch.tensor(config.rms_eps, dtype=dtype)
-        self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
+    @torch.inference_mode()
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
+        """`embed_VH` is the target's embedding [V, H]; drafting computes in its dtype."""
+        weights, config, dtype = drafter.weights(torch.float32), drafter.config, embed_VH.dtype
+        super().__init__(config, config.aux_layers, dtype, weights.post_attention,
+                         layer_proposer.target_ids(drafter.vocabulary, embed_VH.device))
+        self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None  # folded in float32
         self._norm_before_fc = weights.input_norm is not None
         self._fc = Linear((weights.fc if weights.input_norm is None else weights.fc * weights.input_norm).to(dtype))
-        hidden_qkv, embed_qkv = (
-            layer_proposer.adjacent_rotary_pairs(matrix * norm, num_rotated, head_dim) for matrix, norm in (
-                (weights.hidden_qkv, weights.hidden_norm), (weights.embed_qkv, weights.input_layernorm)))
+        hidden_qkv, embed_qkv = (self.adjacent_pairs(matrix * norm) for matrix, norm in (
+            (weights.hidden_qkv, weights.hidden_norm), (weights.embed_qkv, weights.input_layernorm)))
         self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
-        self._post_attention = layer_proposer.InferencePostAttention(weights.post_attention, dtype)
-        self._norm = weights.norm.to(dtype) if config.norm_output else None
+        self._norm = weights.norm.detach().to(dtype) if config.norm_output else None
         self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
-        self._token_qkv = layer_proposer.TokenProjection(
+        self._token_qkv = layer_proposer.token_projection(
             embed_VH, lambda embed_TH: self._embed_qkv(rms_normalise(embed_TH, self._eps)), embed_qkv.shape[0])
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
-        aux_TAH = aux_TAH.to(self._eps.dtype)
+        aux_TAH = aux_TAH.to(self._dtype)
         if self._fc_norm is not None:
             aux_TAH = rms_normalise(aux_TAH, self._eps) * self._fc_norm
         concatenated_TC = aux_TAH.flatten(-2)
@@ -160,23 +157,9 @@ class _InferenceLayer:
         """The state unchanged [T, H], and q, k, v [T, Q]"""
         return hidden_TH, self._hidden_qkv.add(rms_normalise(hidden_TH, self._eps), self._token_qkv(tokens_T))
 
-    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
-        return self._post_attention(residual_TH, attended_TQ)
-
     def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         normed = rms_normalise(hidden_TH, self._eps)
         return self._lm_head(normed), hidden_TH if self._norm is None else normed * self._norm
-
-
-class Eagle3Proposer(layer_proposer.LayerProposer):
-    """An Eagle3Drafter with its target's embedding, for decoding."""
-
-    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
-        """`embed_VH` is the target's embedding [V, H]; drafting computes in its dtype."""
-        with torch.inference_mode():
-            layer = _InferenceLayer(drafter, embed_VH, embed_VH.dtype)
-            ids = layer_proposer.target_ids(drafter.vocabulary, embed_VH.device)
-        super().__init__(layer, drafter.config, drafter.config.aux_layers, embed_VH.dtype, ids)
 
 
 def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, aux_layers: Layers,
@@ -198,12 +181,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbedding
     return drafter
 
 
-def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
-    drafter = load_drafter(directory)
-    checkpoint.refuse_another_target(str(directory), "eagle3", checkpoint.read_config(directory), target.config)
-    return Eagle3Proposer(drafter, target.embed_weight)
-
-
-FAMILY = FamilyImplementation("eagle3", _create, TrainingTimeTest, save_drafter, _load_proposer, validate,
-                              trained=lambda drafter: trained_drafter(drafter.config), load=load_drafter,
-                              learning_rate=2e-3)
+FAMILY = FamilyImplementation(
+    "eagle3", _create, TrainingTimeTest, save_drafter, load_drafter,
+    lambda drafter, target: Eagle3Proposer(drafter, target.embed_weight), validate,
+    trained=lambda drafter: trained_drafter(drafter.config), learning_rate=2e-3)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.contract.benchmark import BenchmarkSpec
 from eyrie_api.contract.engine import SamplingSpec
 from eyrie_api.contract.model import Frozen
-from eyrie_api.contract.stages import BenchmarkStage, MeasuringStage, TuneStage
+from eyrie_api.contract.stages import BenchmarkStage, MeasuringStage, StageReport, TuneStage
 from eyrie_api.contract.targets import Dtype
 from eyrie_api.contract.tuning import DrafterUse, Setting
 from eyrie_api.errors import InvalidInput
@@ -34,7 +34,7 @@ from eyrie_workers.sglang.local_hardware import gpu_groups, own_gpus, visible_gp
 from eyrie_workers.sglang.managed_engine import SglangEngine
 from eyrie_workers.sglang.servers import ServerHistory, ServerPlan
 from eyrie_workers.speculation.requests import Request
-from eyrie_workers.stage_program import Stage
+from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
@@ -45,6 +45,13 @@ LEDGER = "cells.jsonl"
 REPORT = "report.json"
 
 Suites = dict[str, list[Prompt]]
+
+
+def reported(report: StageReport, stage: Stage, files: Iterable[Path] = ()) -> Result:
+    """The result of a stage, whose report is a file of its artifact too."""
+    write_model(stage.out_dir / REPORT, report)
+    return Result(report, list(dict.fromkeys([*files, stage.out_dir / REPORT])))
+
 
 _UNITS_PER_START = 16
 """Units that a variant answers before another replaces its server, whose start takes half a minute to minutes. A killed
