@@ -154,6 +154,7 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
     assert rehearsal.starts() == ["regenerate", "capture", "capture"]
 
 
+@pytest.mark.slow
 def test_a_job_that_has_ended_runs_again_from_the_stage_that_is_named(harness: Harness, rehearsal: Rehearsal) -> None:
     job_id = harness.submit()
     harness.finish(job_id, SPEC)
@@ -313,6 +314,7 @@ def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(harness: Harne
     assert wait_until(lambda: rehearsal.starts() == ["regenerate", "capture", "capture"], LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harness, rehearsal: Rehearsal) -> None:
     job_id = harness.submit()
     broken = harness.directory(job_id) / "stages" / "capture" / "manifest.json"

@@ -138,6 +138,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv(SGLANG_PROGRAM, shlex.join([sys.executable, str(launcher)]))
     made = Served(tmp_path)
     yield made
+    stop_marked(made.directory, 0.0)  # the child ignores SIGTERM: a pause for it would be waited out
     stop_endpoints(made.settings.home)
     made.database.close()
 

@@ -165,6 +165,7 @@ def test_shards_are_answered_by_workers_and_taken_in_whole(world: World, target:
     assert world.queue.length() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [10.0], indirect=True)
 def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_ones_are_not_asked_again(
         world: World, target: Path) -> None:
@@ -184,6 +185,7 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
             assert service.attempts[question({"messages": prompt.messages})] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [12.0], indirect=True)
 def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twice(world: World, target: Path) -> None:
     asked, gate = prompts(target, SHARD_ROWS), threading.Event()

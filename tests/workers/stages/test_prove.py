@@ -263,6 +263,7 @@ def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> Non
     assert servers_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_is_started_again_when_it_is_flushed_and_a_rival_that_cannot_start_is_left_out(
         tmp_path: Path) -> None:
     spec, stage = spec_in(tmp_path, tuned(None)), Stage(tmp_path, quiet=True)
