@@ -171,10 +171,10 @@ def check_whole(database: Database) -> bool:
         damaged = path.with_name(f"{path.name}-wal")
         try:
             (path.parent / SET_ASIDE).mkdir(exist_ok=True)
-            copy = shutil.copy(damaged, _free(path.parent / SET_ASIDE / damaged.name))
+            copy = f"a copy is kept at {shutil.copy(damaged, _free(path.parent / SET_ASIDE / damaged.name))}"
         except OSError as error:  # a full disk is no reason not to start
-            copy = f"nowhere ({error})"
-        log.warning("%s: %s; a copy is kept at %s; %s", damaged, message, copy, _LOG_HINT)
+            copy = f"no copy could be made ({error})"
+        log.warning("%s: %s; %s; %s", damaged, message, copy, _LOG_HINT)
     return bool(message)
 
 
