@@ -8,8 +8,8 @@ differs between the programs, as in `bench`. Everything is evaluated by Eyrie's 
   ends there. Every learning rate with one seed; then the best of each program with the other seeds.
 
 Time is that of optimizer steps with the loading of their batches: not of starts, evaluations and exports. Each run is
-a line of a ledger; killed, the command goes on. The runs of equal epochs, which come
-first, need an idle machine; later ones have a fixed number of epochs.
+a line of a ledger; killed, the command goes on. The runs of equal epochs, which come first, need an idle machine; later
+ones have a fixed number of epochs.
 
     python -m benchmarks.peers.published [--short] [--out .eyrie/bench/peers_published.json]
 """
