@@ -72,7 +72,7 @@ def keys_list(client: Client, screen: Screen) -> None:
     rows = [(key.id, key.name, key.project or "*", key.role, _day(key.expires_at), _day(key.last_used_at),
              "revoked" if key.revoked_at is not None else "") for key in listed.items]
     screen.show(listed, _table(("ID", "NAME", "PROJECT", "ROLE", "EXPIRES", "LAST USED", ""), rows,
-                                                "No keys yet: eyrie keys create <name>"))
+                               "No keys yet: eyrie keys create <name>"))
 
 
 @keys_app.command("revoke")
@@ -241,7 +241,7 @@ def webhooks_deliveries(client: Client, screen: Screen, webhook: WebhookId) -> N
     rows = [(delivery.id, delivery.event, delivery.state, str(delivery.attempts),
              str(delivery.status or delivery.error or "-"), _day(delivery.next_at)) for delivery in listed.items]
     screen.show(listed, _table(("ID", "EVENT", "STATE", "ATTEMPTS", "ANSWER", "NEXT"), rows,
-                                                "Nothing was sent yet."))
+                               "Nothing was sent yet."))
 
 
 @webhooks_app.command("ping")

@@ -182,6 +182,7 @@ _SMALLEST_SERVER_GIB = 16
 """Of smaller GPUs SGLang's rule leaves next to nothing; all of their memory is counted, since what may fit is not
 refused."""
 
+
 class _Holder(NamedTuple):
     """What loads the target onto GPUs."""
 

@@ -351,9 +351,9 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         _say("hidden size", target.hidden_size, "values", target.source),
         _say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
         _say("target weights", round(weights, 2), unit,
-            "as SGLang loads them quantised: the files, else their index, else config.json"
-            if target.quantised_bytes is not None else
-            f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
+             "as SGLang loads them quantised: the files, else their index, else config.json"
+             if target.quantised_bytes is not None else
+             f"{job.target.dtype}: target.dtype; auto is the checkpoint's on GPUs and float32 on CPUs"))
     if not job.spec.trains:
         return (*of_target, *_rates_named(used, counts), *_starts_named(work, counts))
     first, largest = job.candidates[0], largest_draft_vocabulary(target.vocab_size)
@@ -365,15 +365,15 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         _say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
         _say("prompt length", work.prompt, "tokens", data.source),
         _say("answer length", work.answer, "tokens",
-            data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
+             data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
         *of_target,
         _say("drafter parameters", work.drafter(first).parameters, "parameters",
              f"estimated for candidate {first.name}{at_most}"),
         _say("states of every token", work.num_aux, "layers",
-            f"what {', '.join(job.families)} read"
-            + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
+             f"what {', '.join(job.families)} read"
+             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
         _say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
-            f"{work.stored.name}: {why_stored}"),
+             f"{work.stored.name}: {why_stored}"),
         _say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         _say("candidates", len(job.candidates), "drafters", "sweep"),
         *_regeneration_memory(work, counts),
@@ -381,8 +381,8 @@ def _assumptions(work: PlannedWork, used: Mapping[str, Rates], counts: Mapping[s
         *_rates_named(used, counts),
         *_starts_named(work, counts),
         _say("speed-up that the tau needed is for", job.spec.promotion.min_speedup, "x over no drafter",
-            f"promotion.min_speedup; a drafter like candidate {first.name}, predicted from the prefill "
-            "rate and the decode rate of one request, without KV cache and launches; tune times its rounds"),
+             f"promotion.min_speedup; a drafter like candidate {first.name}, predicted from the prefill "
+             "rate and the decode rate of one request, without KV cache and launches; tune times its rounds"),
     )
 
 
@@ -395,7 +395,7 @@ def _starts_named(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumpt
     fast, middle, slow = (round(start_seconds(work, most, speed)) for speed in ("high", "expected", "low"))
     often = ", ".join(f"{stage} {number}" for stage, number in started.items())
     return (_say("start with the target's weights", middle, "s",
-                f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
+                 f"assumed, {fast} to {slow} s in {most}; starts by stage: {often}"),)
 
 
 def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[Assumption, ...]:
@@ -407,8 +407,8 @@ def _regeneration_memory(work: PlannedWork, counts: Mapping[str, int]) -> tuple[
         section.max_new_tokens, *(source.max_new_tokens or 0 for source in spec.data.sources))
     most = regeneration_bytes(work.target, work.weight_bytes, work.job.target.dtype, section.concurrency, longest)
     return (_say("memory of regenerate", round(most / 1e9, 1), "GB",
-                f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of {longest} tokens "
-                "(data.max_prompt_tokens and the longest answer), and 1 GB"),)
+                 f"computed, at most: weights, {section.concurrency} texts (regenerate.concurrency) of {longest} "
+                 "tokens (data.max_prompt_tokens and the longest answer), and 1 GB"),)
 
 
 def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
@@ -417,8 +417,8 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
     trainings = [training for candidate in candidates if (training := training_on_gpus(work, candidate)) is not None]
     given = candidates[0].train.max_tokens_per_batch is not None
     tokens = _say("tokens per training step", work.step_tokens(candidates[0]), "tokens",
-                 "train.max_tokens_per_batch" if given else
-                 f"default for {work.num_gpus} GPUs (0: on CPUs) and {work.trained} tokens of an epoch")
+                  "train.max_tokens_per_batch" if given else
+                  f"default for {work.num_gpus} GPUs (0: on CPUs) and {work.trained} tokens of an epoch")
     if not trainings:
         return (tokens,)
     known = gpu_bytes(work.job.gpus["train"].gpu_type)
@@ -432,7 +432,7 @@ def _training_memory(work: PlannedWork) -> tuple[Assumption, ...]:
         f"...{assumed}")
     return (tokens, _say("training tokens at a time on each GPU", highest.tokens, "tokens", at_a_time),
             _say("training memory of each GPU", round(need.total / 1e9, 1), "GB",
-                f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
+                 f"computed, not measured (decisions.training_cost); most of it: {largest}{assumed}"))
 
 
 _RATES = (("prefill rate", "prefill", ("capture",)), ("decode rate, many requests", "decode", ("regenerate",)),
@@ -461,7 +461,7 @@ def _rates_named(used: Mapping[str, Rates], counts: Mapping[str, int]) -> tuple[
     store = used["capture"].store_bytes_per_s if "capture" in used else None
     if counts.get("capture") and store is not None:
         rates.append(_say("transfer of states", store / 1e9, "GB/s",
-                         "an assumption (0.3 to 3): a pod and an object store or shared file system"))
+                          "an assumption (0.3 to 3): a pod and an object store or shared file system"))
     return tuple(rates)
 
 

@@ -61,7 +61,6 @@ CAPTURED_ARCHITECTURES: tuple[str, ...] = (
 )
 """Without drafters (NextN, MTP, Eagle, Assistant) and an embedding model, which inherit the method: no targets."""
 
-
 NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
     "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",

@@ -93,7 +93,7 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     assert isinstance(result.report, BenchmarkReport)
     adopted = files_of(Path(spec.drafter_dir)) if source.has_drafter else []
     return reported(result.report.model_copy(update={"rival": is_rival, "family": family}), stage,
-                         [*result.files, *adopted])
+                    [*result.files, *adopted])
 
 
 def _measure(spec: BenchmarkStage, stage: Stage) -> Result:
