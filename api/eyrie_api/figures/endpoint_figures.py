@@ -139,8 +139,8 @@ def acceptance(windows: Sequence[HistoryEntry], changes: Iterable[HistoryEntry])
     # Of limits alone: dashes tell the three apart, and all are in the colour of text.
     names = f"{_LIMITS}[datum.label]".replace('"', "'")
     limit = {"field": "limit", "type": "nominal", "title": None, "sort": None,
-              "scale": {"domain": list(_LIMITS), "range": dashes(3)},
-              "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500, "labelExpr": names}}
+             "scale": {"domain": list(_LIMITS), "range": dashes(3)},
+             "legend": {"orient": "top", "columns": 1, "symbolType": "stroke", "symbolSize": 500, "labelExpr": names}}
     limits = {"transform": [*stretches, {"fold": list(_LIMITS), "as": ["limit", "bound"]},
                             {"filter": "datum.bound !== null"}]} | layer(
         "line", {"x": x, "y": number("bound", None), "detail": each, "strokeDash": limit},

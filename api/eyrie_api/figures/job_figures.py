@@ -106,10 +106,10 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
                           "width": 480, "layer": layers}}
     best = ranked[0]
     return figure("throughput", f"{best.checkpoint} is {best.speedup:.2f}x as fast as no drafter, on average",
-                   "Speed-up over the same engine without a drafter, one request at a time: a point with its 95 % "
-                   "interval per suite, and the bar of each row is the mean over suites and temperatures; no drafter "
-                   "is the line at 1.",
-                   rows, body)
+                  "Speed-up over the same engine without a drafter, one request at a time: a point with its 95 % "
+                  "interval per suite, and the bar of each row is the mean over suites and temperatures; no drafter "
+                  "is the line at 1.",
+                  rows, body)
 
 
 def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport | None) -> Figure:
@@ -128,8 +128,8 @@ def tau_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport 
     body = {"width": 520, "height": 320} | layer("point", across | {
         "color": kinds, "shape": kinds, "tooltip": tips(rows)}, filled=True, size=70, opacity=0.85)
     return figure("tau-throughput", "Acceptance length against throughput",
-                   "One request at a time: points that lie lower at the same tau spend more on drafting and verifying; "
-                   "checkpoints and shapes were measured in separate runs on other prompts.", rows, body)
+                  "One request at a time: points that lie lower at the same tau spend more on drafting and verifying; "
+                  "checkpoints and shapes were measured in separate runs on other prompts.", rows, body)
 
 
 def tuning(report: TuneReport) -> Figure:
@@ -160,8 +160,8 @@ def tuning(report: TuneReport) -> Figure:
                  "spec": {"width": {"step": 62}, "height": {"step": 30}, "layer": [cells, best, labels]}}
     fast = next((f": {speedup:.2f}x at tau {tau:.1f}" for tree, speedup, tau, _ in shown if tree == report.winner), "")
     return figure("tuning", f"{report.winner.label()} is the drafter's best shape{fast}",
-                   "Lowest load, mean over temperatures: figures in brackets are predicted, the others measured; the "
-                   "frame is the best shape, and a chain verifies num_steps + 1 tokens.", rows, body)
+                  "Lowest load, mean over temperatures: figures in brackets are predicted, the others measured; the "
+                  "frame is the best shape, and a chain verifies num_steps + 1 tokens.", rows, body)
 
 
 def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
@@ -203,9 +203,9 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial]) -> Figure:
     pays = ("Speculation pays at every load examined" if chart.crossover is None else
             f"Speculation stops paying at {chart.crossover} requests at once")
     return figure("operating-map", pays,
-                   "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
-                   "(prediction and measurement combined); off is the line at 1.",
-                   rows, layered(layers, 320))
+                  "Points are measured with 95 % intervals, dashed lines predicted, rings the map's choice for a load "
+                  "(prediction and measurement combined); off is the line at 1.",
+                  rows, layered(layers, 320))
 
 
 def _map_cells(across: Row, value: str, title: str, rows: Sequence[Row]) -> Row:
@@ -275,10 +275,10 @@ def pareto(report: LoadReport, num_devices: int) -> Figure:
     if gains:
         title += f": the candidate's throughput is {median(gains):.2f}x (median over loads)"
     return figure("pareto", title,
-                   f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens "
-                   "for each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point "
-                   "is the number of users.",
-                   rows, _throughput_and_interactivity(rows, "device"))
+                  f"Of one server on {num_devices} {'device' if num_devices == 1 else 'devices'}: up is more tokens "
+                  "for each GPU (or for the CPU), right is a faster answer for each user, and the figure at a point "
+                  "is the number of users.",
+                  rows, _throughput_and_interactivity(rows, "device"))
 
 
 def hardware(report: HardwareReport) -> Figure:
@@ -291,10 +291,10 @@ def hardware(report: HardwareReport) -> Figure:
             for row in sorted(report.rows, key=lambda row: (row.profile, row.variant != "off", row.users))]
     cheapest = min(report.rows, key=lambda row: row.money_per_million_tokens)
     return figure("hardware", f"{cheapest.profile}, {cheapest.variant}, has the cheapest tokens: "
-                   f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
-                   "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
-                   "and the figure at a point is the number of users; a row has its money per million tokens.",
-                   rows, _throughput_and_interactivity(rows, "GPU"))
+                  f"{cheapest.money_per_million_tokens:.3g} a million with {cheapest.users:g} users",
+                  "Of one server per profile: up is more tokens for each GPU, right is a faster answer for each user, "
+                  "and the figure at a point is the number of users; a row has its money per million tokens.",
+                  rows, _throughput_and_interactivity(rows, "GPU"))
 
 
 def _throughput_and_interactivity(rows: list[Row], device: str) -> Row:

@@ -172,14 +172,13 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
         init_digest=head.digest if head is not None else None, aux_layers=layers,
         train=spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT)),
         draft_vocabulary_coverage=vocabulary_report.coverage, code_version=code_version())
-    run = TrainingRun(spec, stage, family, drafter, trainer,
-               digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
-               tokens_per_step=(sum(lengths[row] for row in train_rows) * spec.train.epochs
-                                / schedule.num_steps_of_epochs),
-               held_out=lambda: (batches.first_tokens(store.read(evaluation_rows[cut.start:cut.stop]), most)
-                                 for cut in cuts[dist.rank::dist.size]),
-               columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, card=card, sources=of_sources,
-               num_rows=len(train_rows))
+    run = TrainingRun(
+        spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype, head, train_rows), dtype=dtype,
+        tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps_of_epochs,
+        held_out=lambda: (batches.first_tokens(store.read(evaluation_rows[cut.start:cut.stop]), most)
+                          for cut in cuts[dist.rank::dist.size]),
+        columns=columns, embeddings=embeddings, vocabulary=vocabulary_report, card=card, sources=of_sources,
+        num_rows=len(train_rows))
     run.resume()
     if dist.is_main and spec.train.trackers:
         # The same for a resumed run, and for no other: the digest is that of its state.

@@ -149,10 +149,10 @@ def compare(name: str, control: RequestControl, request: Request) -> Response:
     endpoint = control.endpoints.get(name)
     active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
-                             engine=control.endpoints.serving(name).serve.engine.kind,
-                             recorded=recorded_prompts(name, control),
-                             default_tokens=CompareRequest.model_fields["max_tokens"].default,
-                             may_compare=may(control, "endpoints:write", control.endpoints.project_of(name)))
+                       engine=control.endpoints.serving(name).serve.engine.kind,
+                       recorded=recorded_prompts(name, control),
+                       default_tokens=CompareRequest.model_fields["max_tokens"].default,
+                       may_compare=may(control, "endpoints:write", control.endpoints.project_of(name)))
 
 
 @router.get("/console/curves", response_class=HTMLResponse)
