@@ -221,7 +221,7 @@ def endpoints_table(endpoints: Sequence[Endpoint]) -> RenderableType:
         return Text("No endpoints yet: a job creates one when it promotes a drafter.")
     table = _table("NAME", "STATE", "MODEL", "SERVES", "REVISION", "URL", right=("REVISION",))
     for endpoint in endpoints:
-        active = next((rev for rev in endpoint.revisions if rev.number == endpoint.active_revision), None)
+        active = endpoint.revision(endpoint.active_revision)
         number = "-" if endpoint.active_revision is None else str(endpoint.active_revision)
         state = Text("off", "dim") if endpoint.desired == "off" else Text("starting", "yellow") \
             if endpoint.active_revision is None or endpoint.url is None else Text("on", "green")

@@ -148,7 +148,7 @@ def closing_words(job: Job, endpoint: Endpoint | None = None) -> str:
     if job.status.endpoint is not None:
         lines.append(f"Endpoint: {job.status.endpoint}. Try it: eyrie chat --endpoint {job.status.endpoint}")
     if job.status.endpoint is not None and endpoint is not None:
-        active = next((rev for rev in endpoint.revisions if rev.number == endpoint.active_revision), None)
+        active = endpoint.revision(endpoint.active_revision)
         if endpoint.url is None or active is None or endpoint.desired == "off":
             lines.append(f"It does not serve yet: eyrie endpoints show {endpoint.name}")
         else:

@@ -55,7 +55,7 @@ def _window(endpoint: Endpoint, latest: _Latest) -> LiveWindow | None:
 
 def _canary(endpoint: Endpoint, latest: _Latest) -> LiveCanary | None:
     entry = latest.get("canary")
-    candidate = next((rev for rev in endpoint.revisions if rev.number == endpoint.candidate_revision), None)
+    candidate = endpoint.revision(endpoint.candidate_revision)
     if entry is None or candidate is None or candidate.state != "canary" or entry.revision != candidate.number:
         return None
     return LiveCanary(revision=candidate.number, share=entry.figures["share"], since=entry.time)

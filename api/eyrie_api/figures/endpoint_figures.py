@@ -91,7 +91,7 @@ def figure_of(seen: Watched, name: str) -> Figure:
 
 
 def _why_no_windows(seen: Watched) -> str:
-    active = next((rev for rev in seen.endpoint.revisions if rev.number == seen.endpoint.active_revision), None)
+    active = seen.endpoint.revision(seen.endpoint.active_revision)
     if active is None:
         return "no acceptance is measured: nothing serves yet"
     if active.use.setting.method == "off":

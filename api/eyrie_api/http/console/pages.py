@@ -147,7 +147,7 @@ def endpoint_stream(name: str, control: RequestControl, request: Request) -> Res
 def compare(name: str, control: RequestControl, request: Request) -> Response:
     """The form, or why there is none."""
     endpoint = control.endpoints.get(name)
-    active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
+    active = endpoint.revision(endpoint.active_revision)
     return render_page("compare.html", control, request, endpoint=endpoint, active=active,
                        engine=control.endpoints.serving(name).serve.engine.kind,
                        recorded=recorded_prompts(name, control),

@@ -112,7 +112,7 @@ def _add_endpoint(gauges: Mapping[str, GaugeMetricFamily], endpoint: Endpoint, l
     state = "Off" if endpoint.desired == "off" else "Serving" if serves else "NotServing"
     for each in ENDPOINT_STATES:
         gauges["eyrie_endpoint_state"].add_metric([endpoint.name, each], each == state)
-    active = next((revision for revision in endpoint.revisions if revision.number == endpoint.active_revision), None)
+    active = endpoint.revision(endpoint.active_revision)
     values: dict[str, float | None] = {"drifted": live.drift is not None}
     if active is not None:
         values |= {"revision": active.number, "drafted": active.use.setting.method != "off", "proven_tau": active.tau}
